@@ -1,0 +1,81 @@
+# Everything below makes its own environment in .venv the first time it is needed and again when pyproject.toml or
+# constraints.txt change. To use an environment you already have instead: make test PY=/path/to/python
+#
+#   make demo            the main job on real text; pictures go to demo/out   (make demo SHORT=1: under a minute)
+#   make test            the fast tests; gpu tests run by themselves where a GPU is present
+#   make test-all        the slow ones too
+#   make notebooks       executes the notebooks
+#   make lint types      ruff, mypy
+#   make bench           the benchmarks; results go to benchmarks/results
+#   make clean           removes .venv, caches and demo/out
+
+PYTHON ?= python3
+VENV   := .venv
+ifdef PY
+  READY :=
+else
+  PY    := $(VENV)/bin/python
+  READY := $(VENV)/.ready
+endif
+
+SHORT  ?=
+BENCH  ?=
+# Two workers on two cores, one thread each: torch would otherwise start a pool per worker.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+JOBS   ?= 2
+
+.PHONY: help demo test test-all test-main test-interpret notebooks lint types bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '4,/^$$/s/^# *//p' Makefile
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "flexattn needs Python 3.10 or newer, got $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "[1/2] environment in $(VENV) ($$($(PYTHON) --version 2>&1))"
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV) || \
+	  { echo "python3 -m venv failed. Try: install your system's python3-venv package"; rm -rf $(VENV); exit 1; }
+	@echo "[2/2] installing PyTorch and the tools: two or three minutes, once"
+	@$(VENV)/bin/python -m pip install -c constraints.txt -e '.[dev]' & job=$$!; s=0; \
+	  while kill -0 $$job 2>/dev/null; do sleep 1; s=$$((s+1)); test $$((s % 15)) -ne 0 || echo "      ... $$s s"; done; \
+	  wait $$job
+	@touch $@
+
+# --- the main job ----------------------------------------------------------------------------------------------------
+
+demo: $(READY)
+	@$(PY) -m demo $(if $(SHORT),--short)
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+test: test-main test-interpret
+
+test-main: $(READY)
+	$(PYTEST) -n $(JOBS) -m "not slow"
+
+# The interpreter is chosen when Triton's decorators run, so its tests need a process in which nothing else is compiled.
+test-interpret: $(READY)
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) -m "not slow" tests/interpret
+
+test-all: $(READY)
+	$(PYTEST) -n $(JOBS)
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpret
+
+notebooks: $(READY)
+	$(PY) -m pytest tests/test_notebooks.py
+
+lint: $(READY)
+	@$(PY) -m ruff check .
+
+types: $(READY)
+	@$(PY) -m mypy
+
+bench: $(READY)
+	@$(PY) -m benchmarks $(BENCH)
+
+clean:
+	rm -rf $(VENV) demo/out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
