@@ -1,0 +1,179 @@
+"""kernel_options: torch's dictionary of keys becomes one frozen, checked KernelOptions.
+
+Every key torch documents is known here. Keys that steer a kernel are honoured (with `fwd_` or `bwd_` in front, in one
+direction only); keys that mean nothing for these kernels are accepted and named once in a warning; a key nobody knows is
+an error, because a misspelt option that is silently ignored costs more than it saves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flexattn.errors import OptionError
+from flexattn.runtime import settings
+
+TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+BACKENDS = (*TORCH_BACKENDS, "TORCH")
+
+
+class BackendError(OptionError, RuntimeError):
+    """The backend that was asked for cannot run this call."""
+
+
+class ReservedOptionError(OptionError, AssertionError):
+    """An option that flex_attention sets by itself was passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileOptions:
+    """Tiles and launch sizes a caller fixed for one direction; None lets the plan choose."""
+
+    BLOCK_M: int | None = None
+    BLOCK_N: int | None = None
+    BLOCK_M1: int | None = None
+    BLOCK_N1: int | None = None
+    BLOCK_M2: int | None = None
+    BLOCK_N2: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def given(self) -> dict[str, int]:
+        """The keys a caller did fix."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """What `kernel_options` said, checked and hashable.
+
+    Attributes:
+        backend: 'AUTO', 'TRITON', 'FLASH', 'TRITON_DECODE' or 'TORCH'.
+        forward, backward: tiles fixed for a direction (`fwd_`, `bwd_` prefixes; no prefix fixes both).
+        strict_nan: a NaN or infinity at a masked position of a visited tile may not reach another row.
+    """
+
+    backend: str = "AUTO"
+    forward: TileOptions = TileOptions()
+    backward: TileOptions = TileOptions()
+    strict_nan: bool = False
+
+
+DEFAULT = KernelOptions()
+_TILE_KEYS = tuple(f.name for f in fields(TileOptions))
+_POWER_OF_TWO = frozenset(_TILE_KEYS) - {"num_stages"}
+_OURS = ("BACKEND", "strict_nan")
+# Known to torch, without an effect on these kernels; each reason ends up in a warning shown once.
+_HARMLESS = {
+    "PRESCALE_QK": "the scale is always folded into the softmax's own multiplication",
+    "ROWS_GUARANTEED_SAFE": "rows without a key are always handled",
+    "BLOCKS_ARE_CONTIGUOUS": "runs of blocks are found from the mask",
+    "WRITE_DQ": "dQ and captured gradients have kernels of their own",
+    "FORCE_USE_FLEX_ATTENTION": "there is one forward kernel for long and short queries",
+    "USE_TMA": "each kernel loads tiles the way measured fastest",
+    "SPLIT_KV": "the forward kernel does not split keys",
+    "num_consumer_groups": "warps are assigned by the kernel",
+    "num_buffers_warp_spec": "warps are assigned by the kernel",
+    "PARTITION_SIZE": "the path without a GPU chooses its own blocks",
+    "kpack": "it concerns ROCm",
+    "matrix_instr_nonkdim": "it concerns ROCm",
+    "waves_per_eu": "it concerns ROCm",
+}
+_RESERVED = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
+_KNOWN = (*_TILE_KEYS, *_OURS, *_HARMLESS)
+
+
+def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
+    """Checks a kernel_options dictionary.
+
+    Args:
+        kernel_options: torch's keys, and ours ('strict_nan', BACKEND='TORCH'); None means all defaults.
+    Returns: KernelOptions.
+    Raises:
+        OptionError: an unknown key or an illegal value.
+        BackendError: BACKEND together with FORCE_USE_FLEX_ATTENTION.
+        ReservedOptionError: OUTPUT_LOGSUMEXP or OUTPUT_MAX.
+    Example:
+        >>> parse_options({"fwd_BLOCK_M": 64}).forward.BLOCK_M
+        64
+    """
+    if not kernel_options:
+        return DEFAULT
+    forward: dict[str, int] = {}
+    backward: dict[str, int] = {}
+    for key, value in kernel_options.items():
+        name, targets = _split(key, forward, backward)
+        _check_known(key, name)
+        if name in _TILE_KEYS:
+            checked = _tile_value(key, name, value)
+            for target in targets:
+                if checked is not None and (key != name or name not in target):  # a prefixed key wins
+                    target[name] = checked
+        elif name in _HARMLESS:
+            settings.warn_once(f"option {name}", f"kernel_options[{key!r}] has no effect here: {_HARMLESS[name]}")
+    if "BACKEND" in kernel_options and kernel_options.get("FORCE_USE_FLEX_ATTENTION", False):
+        raise BackendError(
+            "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION",
+            given=f"BACKEND={kernel_options['BACKEND']!r} and FORCE_USE_FLEX_ATTENTION=True",
+            hint="drop FORCE_USE_FLEX_ATTENTION",
+        )
+    return KernelOptions(
+        backend=_backend_value(kernel_options.get("BACKEND", "AUTO")),
+        forward=TileOptions(**forward),
+        backward=TileOptions(**backward),
+        strict_nan=bool(kernel_options.get("strict_nan", False)),
+    )
+
+
+def _split(key: Any, forward: dict[str, int], backward: dict[str, int]) -> tuple[str, tuple[dict[str, int], ...]]:
+    if not isinstance(key, str):
+        raise OptionError("kernel_options keys are strings", given=repr(key))
+    if key.startswith("fwd_"):
+        return key[4:], (forward,)
+    if key.startswith("bwd_"):
+        return key[4:], (backward,)
+    return key, (forward, backward)
+
+
+def _check_known(key: str, name: str) -> None:
+    if name in _RESERVED:
+        raise ReservedOptionError(
+            f"{name} must not be in kernel_options", hint="return_aux=AuxRequest(lse=True, max_scores=True)"
+        )
+    if name in _KNOWN:
+        return
+    close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)
+    prefix = key[: len(key) - len(name)]
+    known = ", ".join(sorted(_KNOWN, key=str.lower))
+    hint = f"{prefix}{close[0]}" if close else f"one of {known}, with fwd_ or bwd_ in front for one direction"
+    raise OptionError("kernel_options has an unknown key", given=repr(key), hint=hint)
+
+
+def _tile_value(key: str, name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"kernel_options[{key!r}] must be an int", given=repr(value))
+    if value < 1 or (name in _POWER_OF_TWO and value & (value - 1)) or (name.startswith("BLOCK") and value < 16):
+        rule = {"num_stages": "at least 1", "num_warps": "a power of 2"}.get(name, "a power of 2 and at least 16")
+        raise OptionError(f"kernel_options[{key!r}] must be {rule}", given=value)
+    return value
+
+
+def _backend_value(value: Any) -> str:
+    if not isinstance(value, str) or value not in BACKENDS:
+        raise OptionError(f"Invalid BACKEND value '{value}'. Must be one of {BACKENDS}")
+    return value
+
+
+__all__ = [
+    "BACKENDS",
+    "DEFAULT",
+    "BackendError",
+    "KernelOptions",
+    "ReservedOptionError",
+    "TileOptions",
+    "parse_options",
+]

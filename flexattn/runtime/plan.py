@@ -1,0 +1,271 @@
+"""One call becomes a Problem (its tensors and numbers) and a Plan (its structure, cached).
+
+A Plan is found by what can change generated code: the programs' structure, dtypes, head dims, layout facts, the target
+and the options. It holds no tensor, no number's value, no length and no batch size, so changing any of those finds the
+same Plan and builds nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import UnsupportedError
+from flexattn.runtime import settings, stats
+from flexattn.runtime.options import DEFAULT, BackendError, KernelOptions
+
+if TYPE_CHECKING:
+    from flexattn.frontend.block_mask import BlockMask
+    from flexattn.frontend.trace import Program, Traced
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDE = 2**31  # element offsets from here on need 64-bit arithmetic
+_DECODE_Q_LEN = 128  # torch's own limit for its decode kernel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """One call's tensors and values; mods and masks see scores of float32 (float64 for float64 inputs), scaled.
+
+    Attributes:
+        q: [batch, q_heads, q_len, qk_dim]
+        k: [kv_batch, kv_heads, kv_len, qk_dim]; kv_batch is batch or 1, q_heads a multiple of kv_heads.
+        v: [kv_batch, kv_heads, kv_len, v_dim]
+        scale: factor of the scores before score_mod; any float, 0 and negative included.
+        score: the traced score_mod, None for the identity.
+        mask: the traced mask partial tiles apply (`block_mask.traced`), None if there is nothing to apply.
+        block_mask: which tiles to visit, None for all.
+        want_lse, want_max: which extra outputs the caller needs; lse is always computed when a gradient may be.
+        options: the checked kernel_options.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    score: Traced | None = None
+    mask: Traced | None = None
+    block_mask: BlockMask | None = None
+    want_lse: bool = True
+    want_max: bool = False
+    options: KernelOptions = DEFAULT
+
+    @property
+    def captures(self) -> tuple[Tensor, ...]:
+        """The tensors score_mod captured, in slot order: those that may need a gradient."""
+        return self.score.binding.captures if self.score is not None else ()
+
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, captures: tuple[Tensor, ...]) -> Problem:
+        """The same problem over other tensors of the same structure (autograd's saved ones)."""
+        score = self.score
+        if score is not None:
+            score = score._replace(binding=replace(score.binding, captures=captures))
+        return replace(self, q=q, k=k, v=v, score=score)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Facts about the tensors a kernel may be specialised on: nothing that changes with a length or a batch size."""
+
+    dtype: torch.dtype
+    qk_dim: int
+    v_dim: int
+    group: int
+    unit_strides: tuple[bool, bool, bool]
+    wide: bool
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+        """Reads the facts off query, key and value."""
+        return Layout(
+            dtype=q.dtype,
+            qk_dim=q.shape[-1],
+            v_dim=v.shape[-1],
+            group=q.shape[1] // k.shape[1] if k.shape[1] else 1,
+            unit_strides=(q.stride(-1) == 1, k.stride(-1) == 1, v.stride(-1) == 1),
+            wide=any(_span(x) >= _WIDE for x in (q, k, v)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where kernels will run: the device's type and, for CUDA, its compute capability."""
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(device: torch.device) -> Device:
+        """Looks the device up once."""
+        if device.type != "cuda":
+            return Device(device.type)
+        return Device("cuda", torch.cuda.get_device_capability(device))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls of one structure run; made once, kept for the life of the process.
+
+    Attributes:
+        backend: 'triton' (generated kernels) or 'torch' (block-sparse torch ops).
+        reason: why that backend, for people.
+        score, mask: the programs, None where there is none.
+        layout, device, options: the facts the choice rests on.
+        tf32: float32 products may use TF32, from torch.get_float32_matmul_precision().
+        memo: what a backend remembers about this structure (kernel specs, derivatives); not part of equality.
+    """
+
+    backend: str
+    reason: str
+    score: Program | None
+    mask: Program | None
+    layout: Layout
+    device: Device
+    options: KernelOptions
+    tf32: bool = False
+    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+def make_plan(problem: Problem) -> Plan:
+    """Finds the Plan of a problem, or makes it.
+
+    Args:
+        problem: the call; only its structure is looked at.
+    Returns: the same Plan object for the same structure.
+    Raises:
+        BackendError: kernel_options asks for a backend that cannot run this call.
+        UnsupportedError: max_scores with BACKEND='FLASH'.
+    """
+    options = problem.options
+    if options.backend not in ("AUTO", "TORCH", "TRITON"):
+        _check_special_backend(problem)
+    return _plan(
+        problem.score.program if problem.score is not None else None,
+        problem.mask.program if problem.mask is not None else None,
+        Layout.of(problem.q, problem.k, problem.v),
+        Device.of(problem.q.device),
+        options,
+        problem.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
+        settings.interpreting(),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    score: Program | None,
+    mask: Program | None,
+    layout: Layout,
+    device: Device,
+    options: KernelOptions,
+    tf32: bool,
+    interpret: bool,
+) -> Plan:
+    backend, reason = choose_backend(layout.dtype, device, options.backend, interpret=interpret)
+    stats.record_plan(backend, reason)
+    if backend == "torch" and (tiles := {**options.forward.given(), **options.backward.given()}):
+        keys = ", ".join(sorted(tiles))
+        settings.warn_once(f"torch path {keys}", f"kernel_options {keys}: no effect on the torch-ops path ({reason})")
+    return Plan(backend, reason, score, mask, layout, device, options, tf32)
+
+
+def choose_backend(dtype: torch.dtype, device: Device, wanted: str, *, interpret: bool) -> tuple[str, str]:
+    """Which backend runs, and the reason; every departure from the fast one is announced, none is silent.
+
+    Args:
+        dtype: of query, key and value.
+        device: where they are.
+        wanted: kernel_options["BACKEND"].
+        interpret: TRITON_INTERPRET=1 is set.
+    Returns: ('triton' | 'torch', reason).
+    Raises: BackendError where `wanted` cannot run.
+    """
+    if wanted == "TORCH":
+        return "torch", "BACKEND='TORCH' was asked for"
+    obstacle = _triton_obstacle(dtype, device, interpret=interpret and wanted != "AUTO")
+    if wanted != "AUTO":
+        if obstacle is not None:
+            raise BackendError(
+                f"BACKEND={wanted!r} was specified but cannot be used for this input", given=obstacle, hint="BACKEND='AUTO'"
+            )
+        return "triton", f"BACKEND={wanted!r} was asked for"
+    if obstacle is None:
+        return "triton", f"{device.type} {device.capability[0]}.{device.capability[1]}, {_name(dtype)}"
+    if device.type != "cpu":
+        settings.warn_once(
+            f"slow {obstacle}",
+            f"flex_attention runs in torch ops instead of a fused kernel: {obstacle}",
+            settings.FlexPerformanceWarning,
+        )
+    return "torch", obstacle
+
+
+def _triton_obstacle(dtype: torch.dtype, device: Device, *, interpret: bool) -> str | None:
+    if device.type != "cuda" and not (device.type == "cpu" and interpret):
+        return f"{device.type} tensors" + (" without TRITON_INTERPRET=1" if device.type == "cpu" else "")
+    if dtype not in _KERNEL_DTYPES:
+        return f"{_name(dtype)} has no kernel"
+    if not _has_triton():
+        return "triton is not installed"
+    return None
+
+
+def _check_special_backend(problem: Problem) -> None:
+    backend = problem.options.backend
+    if backend == "FLASH" and problem.want_max:
+        raise UnsupportedError(
+            "Returning max scores is not supported with BACKEND='FLASH'", hint="BACKEND='AUTO', or omit max_scores"
+        )
+    if backend == "FLASH":
+        raise BackendError(
+            "BACKEND='FLASH' but flash attention cannot be used: flexattn generates its own kernels", hint="BACKEND='AUTO'"
+        )
+    if problem.q.shape[-2] > _DECODE_Q_LEN:
+        raise BackendError(
+            "BACKEND='TRITON_DECODE' was specified but flex_decoding cannot be used for this input",
+            given=f"q_len={problem.q.shape[-2]}, more than {_DECODE_Q_LEN}",
+            hint="BACKEND='AUTO'",
+        )
+    settings.warn_once("TRITON_DECODE", "BACKEND='TRITON_DECODE': short queries run in the forward kernel")
+
+
+@functools.lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _span(x: Tensor) -> int:
+    """Elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride()) if size)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def output_like(q: Tensor, v_dim: int) -> Tensor:
+    """An uninitialised output [batch, q_heads, q_len, v_dim] in query's dtype and stride order, as torch lays it out.
+
+    Args:
+        q: query, [batch, q_heads, q_len, qk_dim].
+        v_dim: last dimension of value.
+    Returns: a dense tensor; for q permuted from [batch, q_len, q_heads, qk_dim] it has that order in memory too.
+    """
+    return torch.empty_permuted((*q.shape[:-1], v_dim), stride_order(q), dtype=q.dtype, device=q.device)
+
+
+def stride_order(x: Tensor) -> tuple[int, ...]:
+    """The dimensions of x from the slowest to the fastest in memory; expanded and size-1 ones keep their usual place."""
+    natural = [0] * x.dim()
+    size = 1
+    for d in reversed(range(x.dim())):
+        natural[d] = size
+        size *= max(x.shape[d], 1)
+    strides = [s if s > 0 and n > 1 else usual for s, n, usual in zip(x.stride(), x.shape, natural)]
+    return tuple(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))

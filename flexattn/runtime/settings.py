@@ -1,0 +1,52 @@
+"""Process-wide switches: debug mode, the cache folder, and warnings that are shown once.
+
+Reads the environment (`FLEXATTN_DEBUG`, `FLEXATTN_CACHE_DIR`) when asked, not at import, so that a test or a notebook
+may change it. Nothing here changes a result; it changes what is checked, where files go and what is said.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+_WARNED: set[str] = set()
+
+
+class FlexPerformanceWarning(UserWarning):
+    """A call takes a road that is right but slower than the one a user would expect, and why."""
+
+
+def debug() -> bool:
+    """True when `FLEXATTN_DEBUG` is set: captured reads out of range become errors and plans are printed."""
+    return os.environ.get("FLEXATTN_DEBUG", "").strip().lower() not in _FALSE
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in its interpreter (`TRITON_INTERPRET=1`), the way tests run them without a GPU."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() not in _FALSE
+
+
+def cache_dir() -> Path:
+    """The folder generated kernel text goes to: `FLEXATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/flexattn`.
+
+    Returns: a path which need not exist yet.
+    """
+    if chosen := os.environ.get("FLEXATTN_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return Path(base).expanduser() / "flexattn"
+
+
+def warn_once(key: str, message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 3) -> None:
+    """Shows `message` the first time `key` is seen in this process."""
+    if key in _WARNED:
+        return
+    _WARNED.add(key)
+    warnings.warn(message, category, stacklevel=stacklevel)
+
+
+def forget_warnings() -> None:
+    """Lets every once-only warning be shown again (for tests)."""
+    _WARNED.clear()

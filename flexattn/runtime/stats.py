@@ -1,0 +1,108 @@
+"""Counters that prove what was traced, planned, built and launched, with the reasons.
+
+Reads nothing; the rest of the runtime calls the `record_*` functions, each one dictionary update. A number, a length, a
+batch size or a captured tensor that changes must leave `builds` as it was: that is what the counters are there to show.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+_EVENTS_KEPT = 256
+
+
+@dataclass
+class Stats:
+    """What happened since the last `reset_stats()`; `print(flexattn.stats())` shows it.
+
+    Attributes:
+        traces: mods traced, by kind ('score', 'mask').
+        plans: plans made, by backend; a plan is made once per structure, never for numbers or lengths.
+        builds: kernels compiled, by name.
+        launches: kernels started, by name; the torch-ops path counts one per direction.
+        mask_builds: tile maps made, by how they were decided.
+        events: the last plans and builds in order, each with its reason.
+    """
+
+    traces: Counter[str] = field(default_factory=Counter)
+    plans: Counter[str] = field(default_factory=Counter)
+    builds: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    mask_builds: Counter[str] = field(default_factory=Counter)
+    events: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = ["flexattn.stats()"]
+        for name in ("traces", "plans", "builds", "launches", "mask_builds"):
+            counter: Counter[str] = getattr(self, name)
+            parts = ", ".join(f"{key} {count}" for key, count in sorted(counter.items()))
+            lines.append(f"  {name.replace('_', ' '):<12} {sum(counter.values()):>6}{'  ' + parts if parts else ''}")
+        return "\n".join(lines + [f"  - {event}" for event in self.events])
+
+    __repr__ = __str__
+
+
+_NOW = Stats()
+_EVENTS: deque[str] = deque(maxlen=_EVENTS_KEPT)
+_LOCK = threading.Lock()
+
+
+def stats() -> Stats:
+    """The counters so far, as a copy that does not change any more.
+
+    Returns: Stats.
+    Example:
+        >>> flexattn.reset_stats(); flexattn.stats().builds.total()
+        0
+    """
+    with _LOCK:
+        return Stats(
+            traces=Counter(_NOW.traces),
+            plans=Counter(_NOW.plans),
+            builds=Counter(_NOW.builds),
+            launches=Counter(_NOW.launches),
+            mask_builds=Counter(_NOW.mask_builds),
+            events=tuple(_EVENTS),
+        )
+
+
+def reset_stats() -> None:
+    """Sets every counter to zero; kernels, plans and masks that exist stay."""
+    with _LOCK:
+        for counter in (_NOW.traces, _NOW.plans, _NOW.builds, _NOW.launches, _NOW.mask_builds):
+            counter.clear()
+        _EVENTS.clear()
+
+
+def record_trace(kind: str) -> None:
+    """Counts one trace of a 'score' or a 'mask' function."""
+    with _LOCK:
+        _NOW.traces[kind] += 1
+
+
+def record_plan(backend: str, reason: str) -> None:
+    """Counts a plan that was not in the cache."""
+    with _LOCK:
+        _NOW.plans[backend] += 1
+        _EVENTS.append(f"plan {backend}: {reason}")
+
+
+def record_build(kernel: str, reason: str) -> None:
+    """Counts a kernel that was compiled (not one that was found in memory)."""
+    with _LOCK:
+        _NOW.builds[kernel] += 1
+        _EVENTS.append(f"build {kernel}: {reason}")
+
+
+def record_launch(kernel: str) -> None:
+    """Counts a kernel launch, or one direction of the torch-ops path."""
+    with _LOCK:
+        _NOW.launches[kernel] += 1
+
+
+def record_mask_build(how: str) -> None:
+    """Counts a tile map that was built."""
+    with _LOCK:
+        _NOW.mask_builds[how] += 1
