@@ -1,0 +1,57 @@
+"""flexattn: two Python functions, a score and a mask, become fused attention kernels, forward and backward.
+
+A drop-in for torch.nn.attention.flex_attention that needs no torch.compile, builds masks from their predicates without
+looking at every pair, and compiles one kernel per structure of a mod. Importing it needs neither triton nor a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flexattn import errors, mods
+from flexattn.frontend.block_mask import BlockMask, and_masks, noop_mask, or_masks
+from flexattn.frontend.block_mask import create_block_mask as _create_block_mask
+from flexattn.frontend.block_mask import create_mask as _create_mask
+from flexattn.runtime.attention import AuxOutput, AuxRequest, flex_attention
+from flexattn.runtime.eager import eager_only
+from flexattn.runtime.settings import FlexPerformanceWarning
+from flexattn.runtime.stats import reset_stats, stats
+
+if TYPE_CHECKING:
+    from flexattn.runtime.explain import explain
+
+__version__ = "0.1.0"
+
+create_block_mask = eager_only(_create_block_mask)
+create_mask = eager_only(_create_mask)
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "FlexPerformanceWarning",
+    "__version__",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "errors",
+    "explain",
+    "flex_attention",
+    "mods",
+    "noop_mask",
+    "or_masks",
+    "reset_stats",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":  # imported when asked for: it reads code generation, which a call on the CPU does not need
+        from flexattn.runtime.explain import explain
+
+        return explain
+    raise AttributeError(f"module 'flexattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,249 @@
+"""flex_attention: attention whose scores and mask are two small Python functions.
+
+Reads query, key, value and the two functions; makes the output, and on request lse and row maxima. The road is four hops:
+validate, trace, make_plan, attend. Tracing happens here, outside the autograd node and in the caller's grad mode, so a
+tensor computed inside a mod keeps its graph.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import CallError, MaskTypeError, OptionError
+from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.trace import Traced, mod_kind, trace
+from flexattn.runtime import settings, stats
+from flexattn.runtime.autograd import attend
+from flexattn.runtime.eager import eager_only
+from flexattn.runtime.options import parse_options
+from flexattn.runtime.plan import Plan, Problem, make_plan
+from flexattn.runtime.validate import check_mask, place_captures, validate
+
+_MASKS: OrderedDict[tuple[Any, ...], BlockMask] = OrderedDict()
+_MASKS_KEPT = 64
+
+
+class AuxRequest(NamedTuple):
+    """Which extra outputs to compute, as in torch.nn.attention.flex_attention.
+
+    Attributes:
+        lse: natural log of the softmax's denominator, [batch, q_heads, q_len].
+        max_scores: the largest modified score of each row, [batch, q_heads, q_len].
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """The extra outputs that were asked for; None for the others.
+
+    Attributes:
+        lse: float32 (float64 for float64 inputs), differentiable; -inf for a row without a key.
+        max_scores: of the same type, not differentiable; -inf for a row without a key.
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+@eager_only
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """softmax(score_mod(scale * query @ key^T) where the mask keeps) @ value, as fused kernels that skip empty tiles.
+
+    Args:
+        query: [batch, q_heads, q_len, qk_dim], float16, bfloat16, float32 or float64, any strides.
+        key: [batch or 1, kv_heads, kv_len, qk_dim], same dtype and device.
+        value: [batch or 1, kv_heads, kv_len, v_dim], same dtype and device.
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, on float32 scores; h is the query head. None: identity.
+        block_mask: a BlockMask of create_block_mask, or torch's own; None keeps every pair.
+        scale: factor of the scores before score_mod, any float; None for 1 / sqrt(qk_dim).
+        enable_gqa: q_heads may be a multiple of kv_heads; query head h reads key head h // (q_heads // kv_heads).
+        return_lse: deprecated, use return_aux=AuxRequest(lse=True).
+        kernel_options: torch's keys, and BACKEND='TORCH' (torch ops) and 'strict_nan'; see runtime/options.py.
+        return_aux: which extra outputs to return.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, True keeps; with block_mask as well, both must keep.
+    Returns:
+        out [batch, q_heads, q_len, v_dim] in query's dtype and stride order; (out, lse) with return_lse; (out, AuxOutput)
+        with return_aux. A row without a key has out 0, lse -inf and gives exactly 0 to every gradient.
+    Raises:
+        ShapeError, DTypeError, DeviceError, OptionError: an argument does not fit, before anything is launched.
+        TraceError: a mod does something that has no expression, with its file and line.
+        CaptureIndexError, StaleMaskError, UnsupportedError: see flexattn.errors.
+    Example:
+        >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> flexattn.flex_attention(x, x, x, mask_mod=causal).shape
+        torch.Size([1, 1, 4, 8])
+    Source: Dong et al., Flex Attention (2024), arXiv:2412.05496; Dao, FlashAttention-2 (2023), arXiv:2307.08691.
+    """
+    aux = _requested(return_lse, return_aux)
+    problem, plan = prepare(
+        (query, key, value), score_mod, (block_mask, mask_mod), scale=scale, enable_gqa=enable_gqa, aux=aux, options=kernel_options
+    )
+    out, lse, max_scores = attend(problem, plan)
+    if return_aux is not None:
+        return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
+    return (out, lse) if return_lse else out
+
+
+def prepare(
+    tensors: tuple[Any, Any, Any],
+    score_mod: Callable[..., Any] | None,
+    masks: tuple[Any, Callable[..., Any] | None],
+    *,
+    scale: Any = None,
+    enable_gqa: bool = False,
+    aux: AuxRequest = AuxRequest(),
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Problem, Plan]:
+    """The first three hops: validate, trace, make_plan; what explain() shows and flex_attention runs.
+
+    Args:
+        tensors: query, key, value.
+        score_mod: or None.
+        masks: (block_mask or None, mask_mod or None).
+        scale, enable_gqa, options: as in flex_attention.
+        aux: the extra outputs wanted.
+    Returns: the call's Problem and its cached Plan.
+    """
+    query, key, value, factor = validate(*tensors, enable_gqa=enable_gqa, scale=scale)
+    parsed = parse_options(options)
+    score = _trace_score(score_mod, query)
+    mask = _resolve_mask(masks, query, key)
+    captures = score.binding.captures if score is not None else ()
+    may_need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
+    problem = Problem(
+        q=query,
+        k=key,
+        v=value,
+        scale=factor,
+        score=score,
+        mask=mask.traced if mask is not None else None,
+        block_mask=mask,
+        want_lse=aux.lse or may_need_grad,
+        want_max=aux.max_scores,
+        options=parsed,
+    )
+    return problem, make_plan(problem)
+
+
+def _requested(return_lse: bool, return_aux: Any) -> AuxRequest:
+    if return_aux is None:
+        if return_lse:
+            settings.warn_once(
+                "return_lse",
+                "return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.",
+                FutureWarning,
+                stacklevel=4,
+            )
+        return AuxRequest(lse=bool(return_lse))
+    if return_lse:
+        raise OptionError(
+            "Cannot specify both return_lse and return_aux",
+            hint="return_aux=AuxRequest(lse=True) alone; return_lse is deprecated",
+        )
+    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise CallError("return_aux must be an AuxRequest", given=type(return_aux).__name__, hint="AuxRequest(lse=True)")
+    return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
+
+
+def _trace_score(score_mod: Callable[..., Any] | None, query: Tensor) -> Traced | None:
+    """The traced score_mod, None where it is the identity."""
+    if score_mod is None:
+        return None
+    _check_kind(score_mod, "score", "score_mod(score, b, h, q_idx, kv_idx)")
+    traced = trace(score_mod, "score")
+    stats.record_trace("score")
+    if traced.program.body.op == "var" and traced.program.body.attr == "score":
+        return None
+    return _on_device(traced, query.device, "score_mod")
+
+
+def _check_kind(mod: Any, kind: str, form: str) -> None:
+    if not callable(mod):
+        raise CallError(f"{kind}_mod must be callable", given=type(mod).__name__, hint=form)
+    if (found := mod_kind(mod)) != kind:
+        raise MaskTypeError(f"{kind}_mod must have the form {form}", given=f"a {found}_mod", hint=f"passing it as {found}_mod=")
+
+
+def _on_device(traced: Traced, device: torch.device, name: str) -> Traced:
+    placed = place_captures(traced, device, name)
+    if all(a is b for a, b in zip(placed, traced.binding.captures)):
+        return traced
+    return traced._replace(binding=type(traced.binding)(placed, traced.binding.numbers))
+
+
+def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, key: Tensor) -> BlockMask | None:
+    """One BlockMask that says what block_mask and mask_mod say together; None where everything is kept."""
+    block_mask, mask_mod = masks
+    if block_mask is not None:
+        block_mask = _our_block_mask(block_mask)
+        check_mask(block_mask, query, key)
+    if mask_mod is None:
+        return block_mask
+    _check_kind(mask_mod, "mask", "mask_mod(b, h, q_idx, kv_idx)")
+    if block_mask is not None:
+        return block_mask.combine(mask_mod)
+    return _mask_from_mod(mask_mod, query, key)
+
+
+def _our_block_mask(block_mask: Any) -> BlockMask:
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    kind = type(block_mask)
+    if kind.__name__ == "BlockMask" and kind.__module__.startswith("torch."):
+        return BlockMask.from_torch(block_mask)
+    hint = "mask_mod= for a function" if callable(block_mask) else "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+    raise CallError("block_mask must be a BlockMask", given=kind.__name__, hint=hint)
+
+
+def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> BlockMask | None:
+    """The BlockMask of a mask_mod in the call; one without captured tensors is a value, and is kept for the next call."""
+    traced = trace(mask_mod, "mask")
+    stats.record_trace("mask")
+    place_captures(traced, query.device, "mask_mod")
+    if query.numel() == 0 or key.numel() == 0:
+        return None
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    make = lambda: BlockMask.from_mask_mod(mask_mod, *sizes, query.device)
+    if traced.binding.captures or _capturing(query.device):
+        return make()
+    kept = (traced.program, _exactly(traced.binding.numbers), sizes, query.device)
+    mask = _MASKS.get(kept)
+    if mask is None:
+        with torch.inference_mode(False):  # tables made under inference_mode could not serve a later training step
+            mask = _MASKS[kept] = make()
+        if len(_MASKS) > _MASKS_KEPT:
+            _MASKS.popitem(last=False)
+    else:
+        _MASKS.move_to_end(kept)
+    return mask
+
+
+def _exactly(numbers: tuple[int | float, ...]) -> tuple[Any, ...]:
+    """Numbers as a key that tells 1 from 1.0 and 0.0 from -0.0."""
+    return tuple(repr(x) for x in numbers)
+
+
+def _capturing(device: torch.device) -> bool:
+    """True while a CUDA graph is captured: what is made then belongs to that graph and is not kept."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

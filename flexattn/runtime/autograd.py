@@ -1,0 +1,200 @@
+"""flex_attention as one node of the autograd graph: forward and backward of whatever backend the plan names.
+
+Reads a Problem and a Plan and the tensors that may need gradients (query, key, value, score_mod's captures). Nothing is
+decided in backward: tile maps for both directions are made before the forward launch, so a mask whose tensors change in
+between cannot give gradients of a different mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import UnsupportedError
+from flexattn.runtime import settings, stats
+from flexattn.runtime.plan import Plan, Problem, output_like, stride_order
+
+Needs = tuple[bool, bool, bool, tuple[bool, ...]]
+_NO_SECOND_DERIVATIVE = "flex_attention cannot be differentiated twice"
+
+
+def backend_module(plan: Plan) -> ModuleType:
+    """The module that runs a plan, with `forward` and `backward`; imported when first needed."""
+    if plan.backend == "triton":
+        from flexattn.runtime import launch
+
+        return launch
+    from flexattn.runtime import cpu
+
+    return cpu
+
+
+def attend(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Runs attention, recording an autograd node where an input needs one.
+
+    Args:
+        problem: one call.
+        plan: of that call.
+    Returns: out [batch, q_heads, q_len, v_dim], lse [batch, q_heads, q_len], max_scores of that shape or None.
+    """
+    inputs = (problem.q, problem.k, problem.v, *problem.captures)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        out, lse, max_scores = FlexAttention.apply(problem, plan, *inputs)
+        return out, lse, max_scores
+    return run_forward(problem, plan)
+
+
+class FlexAttention(torch.autograd.Function):
+    """The autograd node: apply(problem, plan, query, key, value, *captures) -> (out, lse, max_scores)."""
+
+    @staticmethod
+    def forward(problem: Problem, plan: Plan, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+        """Makes the tile maps of both directions, then runs the forward pass."""
+        q, k, v, *captures = inputs
+        problem = problem.bind(q, k, v, tuple(captures))
+        make_tile_maps(problem, plan, backward=True)
+        return run_forward(problem, plan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        """Saves what backward recomputes from; tensors go through save_for_backward, so in-place changes are noticed."""
+        problem, plan, *tensors = inputs
+        out, lse, max_scores = output
+        mask_captures = problem.mask.binding.captures if problem.mask is not None else ()
+        watched = [x for x in mask_captures if not x.is_inference()]
+        ctx.set_materialize_grads(False)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        ctx.plan, ctx.inputs = plan, len(tensors)
+        nothing = out.new_empty(0)
+        ctx.problem = problem.bind(nothing, nothing, nothing, ())
+        ctx.save_for_backward(*tensors, out, lse, *watched)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs that need one, None for the others."""
+        saved = ctx.saved_tensors
+        inputs, (out, lse) = saved[: ctx.inputs], saved[ctx.inputs : ctx.inputs + 2]
+        need_q, need_k, need_v, *need_captures = ctx.needs_input_grad[2:]
+        needs: Needs = (need_q, need_k, need_v, tuple(need_captures))
+        if d_out is None and d_lse is None:
+            return (None,) * (2 + ctx.inputs)
+        problem = ctx.problem.bind(*inputs[:3], tuple(inputs[3:]))
+        with torch.no_grad():
+            d_out = torch.zeros_like(out) if d_out is None else d_out
+            grads = run_backward(problem, ctx.plan, (out, lse), (d_out, d_lse), needs)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = _forbid_second_derivative(grads, inputs)
+        return (None, None, *grads)
+
+
+def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
+    """Makes the tile maps a call will look up, for the forward and, if asked, for the backward pass."""
+    if problem.block_mask is not None and not is_empty(problem):
+        backend_module(plan).make_tile_maps(problem, plan, backward=backward)
+
+
+def run_forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The forward pass without autograd: out in query's stride order, lse, max_scores or None."""
+    if is_empty(problem):
+        return _empty_outputs(problem)
+    with torch.no_grad(), _full_precision(problem.q.device.type):
+        out, lse, max_scores = backend_module(plan).forward(problem, plan)
+        return _in_query_order(out, problem.q), lse, max_scores
+
+
+def run_backward(
+    problem: Problem, plan: Plan, saved: tuple[Tensor, Tensor], upstream: tuple[Tensor, Tensor | None], needs: Needs
+) -> tuple[Tensor | None, ...]:
+    """The backward pass without autograd: one gradient or None for query, key, value and each capture."""
+    if is_empty(problem):
+        wanted = (*needs[:3], *needs[3])
+        inputs = (problem.q, problem.k, problem.v, *problem.captures)
+        return tuple(torch.zeros_like(x) if want else None for x, want in zip(inputs, wanted))
+    if any(needs[3]):
+        _alert_not_deterministic(plan)
+    with _full_precision(problem.q.device.type):
+        d_q, d_k, d_v, d_captures = backend_module(plan).backward(problem, plan, *saved, *upstream, needs)
+    return (d_q, d_k, d_v, *d_captures)
+
+
+def is_empty(problem: Problem) -> bool:
+    """True when there is no query or no key, so that no kernel has anything to do."""
+    return problem.q.numel() == 0 or problem.k.numel() == 0
+
+
+def _empty_outputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    q = problem.q
+    out = output_like(q, problem.v.shape[-1]).zero_()
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.full(q.shape[:-1], -math.inf, dtype=dtype, device=q.device)
+    return out, lse, lse.clone() if problem.want_max else None
+
+
+def _in_query_order(out: Tensor, q: Tensor) -> Tensor:
+    """out, moved in memory only if its dimensions are not yet laid out in query's order."""
+    order = stride_order(q)
+    if out.permute(order).is_contiguous():
+        return out
+    return torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device).copy_(out)
+
+
+def _full_precision(device_type: str) -> Any:
+    """Switches autocast off inside: inputs have its dtype already, and sums must keep float32."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+def _alert_not_deterministic(plan: Plan) -> None:
+    """Captured gradients are added with atomics in the kernels: says so as torch does for its own kernels."""
+    if plan.backend != "triton" or not torch.are_deterministic_algorithms_enabled():
+        return
+    message = (
+        "flex_attention's gradient of captured tensors does not have a deterministic implementation in the kernels, but "
+        "you set 'torch.use_deterministic_algorithms(True)'. Try: kernel_options={'BACKEND': 'TORCH'}"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(message)
+    settings.warn_once("deterministic captured gradients", message)
+
+
+def _forbid_second_derivative(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The same gradients, joined to the graph by a node that raises when somebody differentiates them."""
+    root = next(x for x in inputs if x.requires_grad)
+    return tuple(None if g is None else _Once.apply(g, root) for g in grads)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(grad: Tensor, root: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        raise UnsupportedError(
+            _NO_SECOND_DERIVATIVE,
+            given="a second backward pass through its gradients (create_graph=True)",
+            hint="torch.nn.functional.scaled_dot_product_attention on the math backend, or a dense formula in torch ops",
+        )
+
+
+__all__ = ["FlexAttention", "attend", "run_backward", "run_forward", "stats"]

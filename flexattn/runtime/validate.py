@@ -1,0 +1,217 @@
+"""Every check of a flex_attention call, before anything is traced, planned or launched.
+
+Reads the arguments, raises or returns them normalised. One rule per function, each raising our error class that also is
+the builtin class torch raises in that situation, with torch's distinctive words, what was given and what to try.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import CallError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from flexattn.frontend.block_mask import BlockMask
+    from flexattn.frontend.trace import Traced
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class InputDeviceError(DeviceError, ValueError):
+    """Query, key and value are on different devices (torch raises ValueError for this one)."""
+
+
+def validate(query: Any, key: Any, value: Any, *, enable_gqa: bool, scale: Any) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Checks query, key, value and scale, and applies autocast.
+
+    Args:
+        query: [batch, q_heads, q_len, qk_dim], float16, bfloat16, float32 or float64.
+        key: [batch or 1, kv_heads, kv_len, qk_dim], same dtype and device.
+        value: [batch or 1, kv_heads, kv_len, v_dim], same dtype and device.
+        enable_gqa: q_heads may be a multiple of kv_heads.
+        scale: any real number, None for 1 / sqrt(qk_dim).
+    Returns: the three tensors (in autocast's dtype where it is on) and the scale.
+    Raises: CallError, UnsupportedError, InputDeviceError, DTypeError, ShapeError, OptionError.
+    """
+    _check_tensors(query, key, value)
+    query, key, value = _autocast(query, key, value)
+    _check_dtypes(query, key, value)
+    _check_dims(query, key, value)
+    _check_heads(query.shape[1], key.shape[1], enable_gqa=enable_gqa)
+    return query, key, value, _check_scale(scale, query.shape[-1])
+
+
+def _check_tensors(query: Any, key: Any, value: Any) -> None:
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise CallError(f"{name} must be a torch.Tensor", given=type(x).__name__)
+        if x.is_nested:
+            raise UnsupportedError(
+                "flex_attention does not support NestedTensor inputs", given=name, hint="a dense tensor and a document mask"
+            )
+        if x.layout != torch.strided:
+            raise UnsupportedError(f"{name} must be a dense tensor", given=x.layout, hint=f"{name}.to_dense()")
+    if query.device != key.device or query.device != value.device:
+        raise InputDeviceError(
+            "Expected query, key, and value to have the same device type",
+            given=_each(named, lambda x: x.device),
+            hint="moving them to one device",
+        )
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise UnsupportedError(
+            "NYI: query, key, and value must be 4D tensors",
+            given=_each(named, lambda x: tuple(x.shape)),
+            hint="[batch, heads, length, dim], adding dimensions with x[None]",
+        )
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, what torch does: floats other than float64 become autocast's dtype."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    query, key, value = (x.to(dtype) if x.dtype in DTYPES[:3] else x for x in (query, key, value))
+    return query, key, value
+
+
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    given = _each({"query": query, "key": key, "value": value}, lambda x: x.dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        what = "Expected query, key, and value to have the same dtype"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            what += " (Backward pass with mixed query, key, and value dtype is not supported)"
+        raise DTypeError(what, given=given, hint="casting them to one dtype, or torch.autocast")
+    if query.dtype not in DTYPES:
+        raise DTypeError("query, key and value must be float16, bfloat16, float32 or float64", given=given)
+
+
+def _check_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.shape[-1] != key.shape[-1]:
+        raise ShapeError(
+            "Expect query and key/value to have the same embedding dimension",
+            given=f"E={query.shape[-1]} and E={key.shape[-1]}",
+        )
+    if query.shape[-1] < 1 or value.shape[-1] < 1:
+        raise ShapeError(
+            "the embedding dimension of query, key and value must be at least 1",
+            given=f"E={query.shape[-1]} and Ev={value.shape[-1]}",
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise ShapeError(
+            "Expect key and value to have the same batch size, heads and length",
+            given=f"key {tuple(key.shape)} and value {tuple(value.shape)}",
+        )
+    if key.shape[0] not in (1, query.shape[0]):
+        raise ShapeError(
+            "Expect query and key/value to have the same batch size",
+            given=f"Bq={query.shape[0]} and Bkv={key.shape[0]}",
+            hint="a key/value batch of 1, which broadcasts, or of query's size",
+        )
+
+
+def _check_heads(q_heads: int, kv_heads: int, *, enable_gqa: bool) -> None:
+    given = f"Hq={q_heads} and Hkv={kv_heads}"
+    if q_heads != kv_heads and not enable_gqa:
+        raise ShapeError(
+            "Expect query and key/value to have the same number of heads",
+            given=given,
+            hint="one key/value head per query head; if heads come in groups, Try setting enable_gqa=True for GQA",
+        )
+    if q_heads and (kv_heads == 0 or q_heads % kv_heads):
+        raise ShapeError("Expect number of query heads to be a multiple of kv heads for GQA", given=given)
+
+
+def _check_scale(scale: Any, qk_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(qk_dim)
+    if isinstance(scale, Tensor):
+        raise CallError(
+            "scale must be a number", given="a tensor", hint="scale.item(), or score_mod with `score * scale` to learn it"
+        )
+    if not isinstance(scale, numbers.Real):
+        raise CallError("scale must be a number", given=type(scale).__name__)
+    if not math.isfinite(scale):
+        raise OptionError("scale must be finite", given=scale)
+    return float(scale)
+
+
+def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    """Checks that a BlockMask fits query and key.
+
+    Args:
+        mask: shape [1 or batch, 1 or q_heads, q_len, kv_len].
+        query, key: as validated.
+    Raises:
+        ShapeError: a length, batch or head count does not fit.
+        DeviceError: the mask is somewhere else.
+    """
+    mask_batch, mask_heads, *_ = mask.shape
+    lengths = tuple(mask.seq_lengths)
+    batch, q_heads, q_len, _ = query.shape
+    _check_lengths(tuple(mask.shape), lengths, (q_len, key.shape[2]))
+    for name, size, wanted in (("batch", mask_batch, batch), ("heads", mask_heads, q_heads)):
+        if size not in (1, wanted):
+            raise ShapeError(
+                f"block_mask's {name} must be 1 or query's {name}",
+                given=f"block_mask.shape={tuple(mask.shape)} and query {tuple(query.shape)}",
+                hint=f"create_block_mask with {name[0].upper()}={wanted}, or None to broadcast",
+            )
+    if torch.device(mask.device) != query.device:
+        raise DeviceError(
+            "Expect q/k/v and block_mask to be on the same device",
+            given=f"{query.device} and {mask.device}",
+            hint=f"block_mask.to({str(query.device)!r})",
+        )
+
+
+def _check_lengths(shape: tuple[int, ...], made: tuple[int, ...], given: tuple[int, int]) -> None:
+    if made == given:
+        return
+    smaller = given[0] > made[0] or given[1] > made[1]
+    what = f"block_mask was created for block_mask.shape={shape} but got q_len={given[0]} and kv_len={given[1]}"
+    if smaller:
+        raise ShapeError(
+            f"{what}. As the block mask was created for a smaller length than you're using it for, it says nothing about "
+            f"the rest",
+            hint="create_block_mask with these lengths, or mask_mod= in the call",
+        )
+    raise ShapeError(
+        f"{what}. As the block mask was created for a larger length than you're using it for, which part is meant is open",
+        hint="create_block_mask with these lengths, mask_mod= in the call, or block_mask._adjust(q_len, kv_len) for the "
+        "upper left corner",
+    )
+
+
+def place_captures(traced: Traced, device: torch.device, name: str) -> tuple[Tensor, ...]:
+    """The captured tensors on the device of query: 0-d CPU tensors follow, anything else elsewhere is an error.
+
+    Args:
+        traced: of a score_mod or mask_mod.
+        device: of query.
+        name: 'score_mod' or 'mask_mod', for the message.
+    Returns: the captures in slot order; a moved one keeps its autograd graph.
+    Raises: DeviceError.
+    """
+    placed = []
+    for slot, capture in enumerate(traced.binding.captures):
+        if capture.device != device:
+            if capture.dim() or capture.device.type != "cpu":
+                raise DeviceError(
+                    f"tensors captured by {name} must be on query's device",
+                    given=f"capture {slot} of shape {tuple(capture.shape)} on {capture.device}, query on {device}",
+                    hint=f"moving it with .to({str(device)!r})",
+                )
+            capture = capture.to(device, non_blocking=True)
+        placed.append(capture)
+    return tuple(placed)
+
+
+def _each(named: dict[str, Any], of: Any) -> str:
+    return ", ".join(f"{name}: {of(x)}" for name, x in named.items())
