@@ -1,0 +1,98 @@
+"""Derivatives of a score_mod by a reverse fold over the table's vjp column.
+
+Reads a score program; makes one expression for d loss / d score and one per captured read that needs a gradient, in terms of
+`grad`, the gradient that arrives at the modified score.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from flexattn.frontend.expr import Expr, const, convert, make, topological, var
+from flexattn.frontend.ops import OPS
+from flexattn.frontend.simplify import simplify
+from flexattn.frontend.trace import Program
+
+
+class CaptureGradient(NamedTuple):
+    """One captured read: which element (the load's own index expressions) receives which gradient."""
+
+    slot: int
+    load: Expr
+    grad: Expr
+
+
+class ScoreGradient(NamedTuple):
+    """Derivatives of a score program."""
+
+    d_score: Expr
+    d_captures: tuple[CaptureGradient, ...]
+
+
+class _Functions:
+    """What a vjp cell may call: any row of the table by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: make(name, *args)
+
+    @staticmethod
+    def cast_like(x: Expr, like: Expr) -> Expr | None:
+        return convert(x, like.dtype) if like.dtype.is_floating_point else None
+
+
+_F = _Functions()
+
+
+@lru_cache(maxsize=1024)
+def score_gradient(program: Program) -> ScoreGradient:
+    """Differentiate a score program.
+
+    Args:
+        program: A score program; captures with `requires_grad` get gradients.
+
+    Returns:
+        d_score, and one entry per distinct captured read of a capture that requires a gradient. A tensor read at several
+        places has several entries, whose contributions add.
+    """
+    order = topological([program.body])
+    needed = _needed(program, order)
+    upstream: dict[Expr, Expr] = {program.body: var("grad", program.body.dtype)}
+    for node in reversed(order):
+        if node not in upstream or node not in needed or not node.args or node.op == "load":
+            continue
+        cell = OPS[node.op].vjp
+        if cell is None:
+            continue
+        for arg, grad in zip(node.args, cell(_F, upstream[node], node, *node.args)):
+            if grad is not None and arg in needed and arg.dtype.is_floating_point:
+                grad = convert(grad, arg.dtype)
+                upstream[arg] = make("add", upstream[arg], grad) if arg in upstream else grad
+    dtype = program.body.dtype
+    zero = const(0.0, dtype)
+    d_score = simplify(upstream.get(var("score", dtype), zero))
+    found = tuple(CaptureGradient(int(n.attr[0]), n, simplify(upstream[n]))  # type: ignore[index]
+                  for n in order if n.op == "load" and n in upstream and program.captures[n.attr[0]].requires_grad)  # type: ignore[index]
+    return ScoreGradient(d_score, found)
+
+
+def _needed(program: Program, order: list[Expr]) -> set[Expr]:
+    """Nodes below which the score or a differentiable capture lies."""
+    needed: set[Expr] = set()
+    for node in order:
+        leaf = node.op == "var" and node.attr == "score" or node.op == "load" and program.captures[node.attr[0]].requires_grad and node.dtype.is_floating_point  # type: ignore[index]
+        if leaf or node.op != "load" and any(a in needed for a in node.args):
+            needed.add(node)
+    return needed
+
+
+def is_identity_gradient(gradient: ScoreGradient) -> bool:
+    """Whether d_score is just the upstream gradient (an additive bias, for example)."""
+    return gradient.d_score.op == "var" and gradient.d_score.attr == "grad"
+
+
+def uses_double(program: Program) -> bool:
+    """Whether any node is computed in float64."""
+    return any(n.dtype == torch.float64 for n in topological([program.body]))

@@ -1,0 +1,239 @@
+"""Bounds of a mask over boxes of (b, h, q_idx, kv_idx): must be true everywhere, may be true somewhere.
+
+Reads a program, a binding and pairs of index tensors; makes a (must, may) pair per box. The one idea: captured tensors enter
+through their minimum and maximum over an index range (`Table`), so a fold over the table's `bounds` cells is a proof.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from flexattn.frontend.expr import Expr, fold, topological
+from flexattn.frontend.ops import OPS, Pair
+from flexattn.frontend.trace import Binding, Program
+
+_GROUPS = 1 << 14  # a table's range structure has at most this many groups, whatever its length
+
+
+class Table:
+    """A captured tensor that answers least and greatest value over ranges of flat positions."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        data = tensor.detach()
+        self.shape = tuple(data.shape)
+        self.data = (data if data.dtype.is_floating_point or data.dtype == torch.bool else data.to(torch.int64)).reshape(-1)
+        if data.dtype == torch.bool:
+            self.data = self.data.to(torch.uint8)
+        self.is_bool = data.dtype == torch.bool
+        self._sorted: bool | None = None
+        self._levels: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sets: torch.Tensor | None = None
+
+    def flat_range(self, index: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(lo, hi, some position may be out of range) of the flat positions; a range across zero wraps, so covers its dimension."""
+        lo = hi = torch.zeros((), dtype=torch.int64, device=self.data.device)
+        outside: torch.Tensor | None = None
+        for n, (a, z) in zip(self.shape, index):
+            crossing = (a < 0) & (z >= 0)
+            a, z = torch.where(a < 0, a + n, a), torch.where(z < 0, z + n, z)
+            a, z = torch.where(crossing, 0, a), torch.where(crossing, torch.clamp(z, min=n - 1), z)
+            beyond = (a < 0) | (z >= n) | (crossing & (index[0][0] < -n))
+            outside = beyond if outside is None else outside | beyond
+            lo, hi = lo * n + a.clamp(0, n - 1), hi * n + z.clamp(0, n - 1)
+        return lo, hi, outside
+
+    @property
+    def is_sorted(self) -> bool:
+        if self._sorted is None:
+            rows = self.data.reshape(-1, self.shape[-1]) if self.shape else self.data.reshape(1, -1)
+            self._sorted = bool((rows[:, 1:] >= rows[:, :-1]).all())
+        return self._sorted
+
+    def range(self, lo: torch.Tensor, hi: torch.Tensor) -> Pair:
+        """(least, greatest) of data[lo..hi]: exact for points, sorted rows and short ranges, else over whole groups."""
+        if lo is hi:
+            value = self.data[lo]
+            return value, value
+        width = self.shape[-1] if self.shape else 1
+        if self.is_sorted and (len(self.shape) == 1 or bool((lo // width == hi // width).all())):
+            return self.data[lo], self.data[hi]
+        shift = max(0, (len(self.data) - 1).bit_length() - _GROUPS.bit_length() + 1)
+        span = int((hi - lo).max()) if lo.numel() and hi.numel() else 0
+        if span < 1 << shift:
+            return self._read(lo, hi, span)
+        least, most = self._tables(shift)
+        a, z = lo >> shift, hi >> shift
+        level = torch.frexp((z - a + 1).to(torch.float64))[1].to(torch.int64) - 1
+        right = z - (1 << level) + 1
+        return torch.minimum(least[level, a], least[level, right]), torch.maximum(most[level, a], most[level, right])
+
+    def _read(self, lo: torch.Tensor, hi: torch.Tensor, span: int) -> Pair:
+        least = most = self.data[lo]
+        for t in range(1, span + 1):
+            value = self.data[torch.minimum(lo + t, hi)]
+            least, most = torch.minimum(least, value), torch.maximum(most, value)
+        return least, most
+
+    def _tables(self, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sparse tables: row k holds the extremes over 2**k groups from each group on."""
+        if self._levels is None:
+            pad = -len(self.data) % (1 << shift)
+            padded = torch.cat([self.data, self.data[-1:].expand(pad)]) if pad else self.data
+            groups = padded.reshape(-1, 1 << shift)
+            self._levels = (_doubling(groups.amin(1), torch.minimum), _doubling(groups.amax(1), torch.maximum))
+        return self._levels
+
+    def values(self, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        """64-bit sets of the values (modulo 64) in the groups of 64 that [lo, hi] touches; disjoint sets prove inequality."""
+        if self._sets is None:
+            pad = -len(self.data) % 64
+            padded = torch.cat([self.data, self.data[-1:].expand(pad)]) if pad else self.data
+            bits = torch.bitwise_left_shift(torch.ones_like(padded), padded & 63).reshape(-1, 64)
+            while bits.shape[1] > 1:
+                half = bits.shape[1] // 2
+                bits = bits[:, :half] | bits[:, half:]
+            self._sets = _doubling(bits[:, 0], torch.bitwise_or)
+        a, z = lo >> 6, hi >> 6
+        level = torch.frexp((z - a + 1).to(torch.float64))[1].to(torch.int64) - 1
+        return self._sets[level, a] | self._sets[level, z - (1 << level) + 1]
+
+
+def _doubling(first: torch.Tensor, join: object) -> torch.Tensor:
+    rows, step = [first], 1
+    while 2 * step <= len(first):
+        last = rows[-1]
+        rows.append(torch.cat([join(last[:-step], last[step:]), last[-step:]]))  # type: ignore[operator]
+        step *= 2
+    return torch.stack(rows)
+
+
+class Tables:
+    """The range structures of a binding's captures, built when first asked for."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self._tables: dict[int, Table] = {}
+
+    def __getitem__(self, slot: int) -> Table:
+        if slot not in self._tables:
+            self._tables[slot] = Table(self.binding.captures[slot])
+        return self._tables[slot]
+
+
+def _load_bounds(table: Table, node: Expr, index: list[Pair]) -> Pair:
+    if not table.shape:
+        value = table.data[0]
+        lo = hi = value
+    elif not table.data.numel():
+        zero = torch.zeros_like(index[0][0], dtype=table.data.dtype)
+        lo = hi = zero
+        if node.dtype.is_floating_point:
+            lo = hi = torch.full_like(zero, torch.nan)
+    else:
+        first, last, outside = table.flat_range(index)
+        if all(a is z for a, z in index):
+            last = first
+        lo, hi = table.range(first, last)
+        if outside is not None:  # such a read gives 0 or NaN
+            if node.dtype.is_floating_point:
+                lo, hi = (torch.where(outside, torch.nan, x) for x in (lo, hi))
+            else:
+                lo, hi = torch.where(outside, lo.clamp(max=0), lo), torch.where(outside, hi.clamp(min=0), hi)
+    return (lo.to(torch.bool), hi.to(torch.bool)) if table.is_bool else (lo, hi)
+
+
+def bounds(program: Program, tables: Tables, *, b: Pair, h: Pair, q_idx: Pair, kv_idx: Pair, sets: bool = False) -> Pair:
+    """Whether the mask must hold at every point of each box, and whether it may hold at some.
+
+    Args:
+        program: A mask program.
+        tables: Range structures of its captures; made once per binding.
+        b, h, q_idx, kv_idx: (lowest, highest) int64 tensors, both inclusive, that broadcast against each other.
+        sets: Also compare value sets where two captured reads are compared for equality (unsorted document ids).
+
+    Returns:
+        (must, may): truth tensors. `must` false and `may` true is undecided; both are always sound.
+
+    Raises:
+        Nothing: a range that cannot be bounded is undecided.
+    """
+    variables = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+    device = q_idx[0].device
+    reads: dict[Expr, list[Pair]] = {}
+
+    def visit(node: Expr, args: list[Pair]) -> Pair:
+        if node.op == "var":
+            return variables[node.attr]  # type: ignore[index]
+        if node.op in ("const", "num"):
+            value = node.attr if node.op == "const" else tables.binding.numbers[node.attr]  # type: ignore[index]
+            leaf = torch.tensor(value, dtype=node.dtype, device=device)
+            return leaf, leaf
+        if node.op == "load":
+            reads[node] = args
+            return _load_bounds(tables[node.attr[0]], node, args)  # type: ignore[index]
+        if node.op == "cast":
+            lo, hi = OPS["cast"].bounds(args[0], node.dtype)
+        else:
+            lo, hi = OPS[node.op].bounds(*args)
+        if node.dtype.is_floating_point:  # one NaN end means nothing is known
+            bad = torch.isnan(lo) | torch.isnan(hi)
+            lo, hi = torch.where(bad, torch.nan, lo), torch.where(bad, torch.nan, hi)
+        elif sets and node.op in ("eq", "ne") and all(a.op == "load" and a.args and a.dtype == torch.int64 for a in node.args):
+            lo, hi = _set_bounds(node, reads, tables, (lo, hi))
+        return lo, hi
+
+    return fold([program.body], visit)[0]
+
+
+def _set_bounds(node: Expr, reads: dict[Expr, list[Pair]], tables: Tables, pair: Pair) -> Pair:
+    """Sharper bounds of table[a] == table[b]: ranges with no value in common are unequal."""
+    found = []
+    for side in node.args:
+        table = tables[side.attr[0]]  # type: ignore[index]
+        lo, hi, outside = table.flat_range(reads[side])
+        values = table.values(lo, hi)
+        found.append(values if outside is None else torch.where(outside, -1, values))
+    disjoint = (found[0] & found[1]) == 0
+    return (pair[0], pair[1] & ~disjoint) if node.op == "eq" else (pair[0] | disjoint, pair[1])
+
+
+# ---------------------------------------------------------------- magnitude: is 32-bit arithmetic enough?
+_GROWTH = {"add": lambda a, b: a + b, "sub": lambda a, b: a + b, "mul": lambda a, b: a * b, "lshift": lambda a, b: a << min(b, 64)}
+
+
+def magnitude(program: Program, binding: Binding, *, batch: int, heads: int, q_len: int, kv_len: int, body: Expr | None = None) -> int:
+    """The largest absolute value an integer node can take at real indices, without reading any captured tensor.
+
+    Loads count with the range of their storage type, so contents never decide; loads of int64 count as 2**31 - 1, since
+    document ids and offsets are stored that way out of habit (a kernel reads them as int64 all the same).
+    """
+    sizes = {"b": batch, "h": heads, "q_idx": q_len, "kv_idx": kv_len}
+    worst = 0
+
+    def visit(node: Expr, args: list[int]) -> int:
+        nonlocal worst
+        if node.op == "var":
+            value = sizes.get(str(node.attr), 1)
+        elif node.op in ("const", "num"):
+            raw = node.attr if node.op == "const" else binding.numbers[node.attr]  # type: ignore[index]
+            value = abs(int(raw)) if node.dtype == torch.int64 else 1  # type: ignore[call-overload]
+        elif node.op == "load":
+            bits = torch.iinfo(binding.captures[node.attr[0]].dtype).bits if node.dtype == torch.int64 else 1  # type: ignore[index]
+            value = (1 << min(bits, 32) - 1) - 1 if bits > 1 else 1
+        elif node.dtype != torch.int64:
+            value = 1
+        else:
+            value = _GROWTH.get(node.op, lambda *a: max(a))(*args)
+        if node.dtype == torch.int64:
+            worst = max(worst, value)
+        return value
+
+    fold([body or program.body], visit)
+    return worst
+
+
+def reads_only_indices(program: Program) -> bool:
+    """Whether a mask depends on nothing but indices and numbers."""
+    return all(n.op != "load" for n in topological([program.body]))
