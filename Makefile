@@ -54,18 +54,18 @@ demo: $(READY)
 test: test-main test-interpret
 
 test-main: $(READY)
-	$(PYTEST) -n $(JOBS) -m "not slow"
+	$(PYTEST) -n $(JOBS) -m "not slow and not notebook"
 
 # The interpreter is chosen when Triton's decorators run, so its tests need a process in which nothing else is compiled.
 test-interpret: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) -m "not slow" tests/interpret
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) -m "not slow and not notebook" tests/interpret
 
-test-all: $(READY)
-	$(PYTEST) -n $(JOBS)
+test-all: notebooks
+	$(PYTEST) -n $(JOBS) -m "not notebook"
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpret
 
 notebooks: $(READY)
-	$(PY) -m pytest tests/test_notebooks.py
+	$(PY) -m pytest -m notebook tests/test_notebooks.py
 
 lint: $(READY)
 	@$(PY) -m ruff check .
