@@ -189,7 +189,7 @@ def _on_device(traced: Traced, device: torch.device, name: str) -> Traced:
     placed = place_captures(traced, device, name)
     if all(a is b for a, b in zip(placed, traced.binding.captures)):
         return traced
-    return traced._replace(binding=type(traced.binding)(placed, traced.binding.numbers))
+    return traced._replace(binding=traced.binding._replace(captures=placed))
 
 
 def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, key: Tensor) -> BlockMask | None:

@@ -65,7 +65,7 @@ class Problem:
         """The same problem over other tensors of the same structure (autograd's saved ones)."""
         score = self.score
         if score is not None:
-            score = score._replace(binding=replace(score.binding, captures=captures))
+            score = score._replace(binding=score.binding._replace(captures=captures))
         return replace(self, q=q, k=k, v=v, score=score)
 
 
