@@ -171,7 +171,8 @@ def _trace_score(score_mod: Callable[..., Any] | None, query: Tensor) -> Traced 
     if score_mod is None:
         return None
     _check_kind(score_mod, "score", "score_mod(score, b, h, q_idx, kv_idx)")
-    traced = trace(score_mod, "score")
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    traced = trace(score_mod, "score", score_dtype=wide)
     stats.record_trace("score")
     if traced.program.body.op == "var" and traced.program.body.attr == "score":
         return None

@@ -105,6 +105,7 @@ def run_forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | 
         return _empty_outputs(problem)
     with torch.no_grad(), _full_precision(problem.q.device.type):
         out, lse, max_scores = backend_module(plan).forward(problem, plan)
+        _count(plan, "forward")
         return _in_query_order(out, problem.q), lse, max_scores
 
 
@@ -120,7 +121,14 @@ def run_backward(
         _alert_not_deterministic(plan)
     with _full_precision(problem.q.device.type):
         d_q, d_k, d_v, d_captures = backend_module(plan).backward(problem, plan, *saved, *upstream, needs)
+        _count(plan, "backward")
     return (d_q, d_k, d_v, *d_captures)
+
+
+def _count(plan: Plan, direction: str) -> None:
+    """Kernels count their own launches; the torch-ops path counts one a direction."""
+    if plan.backend == "torch":
+        stats.record_launch(f"torch {direction}")
 
 
 def is_empty(problem: Problem) -> bool:
@@ -146,7 +154,9 @@ def _in_query_order(out: Tensor, q: Tensor) -> Tensor:
 
 def _full_precision(device_type: str) -> Any:
     """Switches autocast off inside: inputs have its dtype already, and sums must keep float32."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NOTHING
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return _NOTHING
 
 
 class _Nothing:
@@ -195,6 +205,3 @@ class _Once(torch.autograd.Function):
             given="a second backward pass through its gradients (create_graph=True)",
             hint="torch.nn.functional.scaled_dot_product_attention on the math backend, or a dense formula in torch ops",
         )
-
-
-__all__ = ["FlexAttention", "attend", "run_backward", "run_forward", "stats"]

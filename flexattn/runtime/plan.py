@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import settings, stats
+from flexattn.runtime.validate import InputDeviceError
 from flexattn.runtime.options import DEFAULT, BackendError, KernelOptions
 
 if TYPE_CHECKING:
@@ -184,8 +185,10 @@ def choose_backend(dtype: torch.dtype, device: Device, wanted: str, *, interpret
         wanted: kernel_options["BACKEND"].
         interpret: TRITON_INTERPRET=1 is set.
     Returns: ('triton' | 'torch', reason).
-    Raises: BackendError where `wanted` cannot run.
+    Raises: BackendError where `wanted` cannot run, InputDeviceError for tensors without data.
     """
+    if device.type == "meta":
+        raise InputDeviceError("FlexAttention is only supported on devices that compute", given="meta tensors", hint="the CPU")
     if wanted == "TORCH":
         return "torch", "BACKEND='TORCH' was asked for"
     obstacle = _triton_obstacle(dtype, device, interpret=interpret and wanted != "AUTO")

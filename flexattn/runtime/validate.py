@@ -23,7 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class InputDeviceError(DeviceError, ValueError):
-    """Query, key and value are on different devices (torch raises ValueError for this one)."""
+    """Query, key and value are on different devices, or on one that computes nothing (torch raises ValueError here)."""
 
 
 def validate(query: Any, key: Any, value: Any, *, enable_gqa: bool, scale: Any) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -74,7 +74,7 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, what torch does: floats other than float64 become autocast's dtype."""
     kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
     query, key, value = (x.to(dtype) if x.dtype in DTYPES[:3] else x for x in (query, key, value))

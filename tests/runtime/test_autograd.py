@@ -42,7 +42,7 @@ def compare(tensors, captures=(), *, use_lse=False, atol=5e-5, **mods):
     losses = [(o * weight.to(o.dtype)).sum() for o in (out, expected)]
     if use_lse:
         losses = [loss + torch.where(x > -math.inf, x * lse_weight.to(x.dtype), 0).sum() for loss, x in zip(losses, (aux.lse, lse))]
-    actual = torch.autograd.grad(losses[0], leaves)
+    actual = torch.autograd.grad(losses[0], leaves, retain_graph=True)  # a captured tensor may be computed outside
     wanted = torch.autograd.grad(losses[1], leaves, allow_unused=True)
     for leaf, got, want in zip(leaves, actual, wanted):
         assert got.dtype == leaf.dtype

@@ -132,6 +132,11 @@ def test_mask_on_another_device():
         flex_attention(*qkv(device="meta"), block_mask=mask)
 
 
+def test_tensors_without_data_are_refused():
+    with pytest.raises(ValueError, match="only supported on devices that compute; got meta tensors"):
+        flex_attention(*qkv(device="meta"))
+
+
 def test_captured_tensor_on_another_device():
     bias = torch.zeros(16, device="meta")
     with pytest.raises(RuntimeError, match=r"captured by score_mod must be on query's device; got capture 0 of shape \(16,\) on meta"):
