@@ -1,0 +1,211 @@
+"""spec -> KernelSource: everything needed to compile a kernel, as text and plain data; imports no triton.
+
+The idea: the argument types are written out by hand. Triton's own launcher would specialise integers on 1 and on
+multiples of 16 and so build a kernel again for a window of 16; here only layout facts may promise alignment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text
+from flexattn.codegen.spec import KernelSpec, TensorLayout, padded
+
+_SKELETONS = {
+    "forward": ("forward", "attention_forward"),
+    "delta": ("backward", "attention_backward_delta"),
+    "dq": ("backward", "attention_backward_dq"),
+    "dkdv": ("backward", "attention_backward_dkdv"),
+}
+_TABLE = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
+_WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
+Signature = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel ready to compile.
+
+    Args:
+        spec: What it was made from.
+        module, function: The skeleton, a module of flexattn.codegen.skeletons and a function in it.
+        leaf_text: The generated module, '' when the kernel has no user function.
+        leaf_hash: Names its file.
+        leaves: Skeleton parameter -> function in the generated module.
+        signature: Type of every runtime argument (nested tuples for tuples), in the skeleton's names.
+        constexprs: Value of every other argument but the leaves.
+        aligned: Runtime arguments that are multiples of a power of two: (name, position in the tuple or None, divisor).
+        options: num_warps and so on.
+    """
+
+    spec: KernelSpec
+    module: str
+    function: str
+    leaf_text: str
+    leaf_hash: str
+    leaves: dict[str, str]
+    signature: Signature
+    constexprs: dict[str, Any]
+    aligned: tuple[tuple[str, int | None, int], ...]
+    options: dict[str, Any]
+
+    def readable(self) -> str:
+        """One self-contained text: what the kernel was made for, the generated functions, then the skeleton's source."""
+        parts = [f"# {line}" for line in self._facts()]
+        folder = Path(__file__).parent / "skeletons"
+        names = ["softmax.py", "tiles.py", *(["leaf_ops.py"] if self.leaf_text else []), f"{self.module}.py"]
+        parts += ["", self.leaf_text or "# (no generated functions)"]
+        for name in names:
+            parts += [f"\n# ---------------------------------------------------------------- {name}", (folder / name).read_text()]
+        return "\n".join(parts)
+
+    def _facts(self) -> list[str]:
+        spec, config = self.spec, self.spec.config
+        lines = [f"{self.function} for sm_{spec.target.arch}" if spec.target.arch else f"{self.function} for the interpreter"]
+        lines += [f"BLOCK_M {config.BLOCK_M}, BLOCK_N {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"]
+        lines += [f"qk_dim {spec.qk_dim}, v_dim {spec.v_dim}, {spec.layouts[0].dtype}"]
+        lines += [f"score = {spec.score}"] if spec.score else []
+        lines += [f"mask = {spec.mask}"] if spec.mask else []
+        return lines + [f"constexprs: {', '.join(f'{k}={v}' for k, v in self.constexprs.items() if v is not None)}"]
+
+
+def emit(spec: KernelSpec) -> KernelSource:
+    """Makes the source of one kernel.
+
+    Args:
+        spec: What it is for; the only input.
+
+    Returns:
+        Text and data that the runtime compiles.
+
+    Example:
+        >>> emit(spec).signature["q_len"]
+        'i32'
+    """
+    module, function = _SKELETONS[spec.kernel]
+    functions = leaf_functions(spec)
+    text = leaf_text(functions)
+    signature, aligned = _SIGNATURES[spec.kernel](spec)
+    return KernelSource(
+        spec=spec,
+        module=module,
+        function=function,
+        leaf_text=text,
+        leaf_hash=hashlib.sha256(text.encode()).hexdigest()[:20] if text else "",
+        leaves={parameter: leaf_name(parameter) for parameter in functions},
+        signature=signature,
+        constexprs=_constexprs(spec),
+        aligned=tuple(aligned),
+        options={"num_warps": spec.config.num_warps, "num_stages": spec.config.num_stages},
+    )
+
+
+# ---------------------------------------------------------------- argument types
+class _Arguments:
+    """Collects argument types and alignment facts of one kernel."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self.types: Signature = {}
+        self.aligned: list[tuple[str, int | None, int]] = []
+
+    def tensor(self, name: str, layout: TensorLayout, strides: str) -> None:
+        """A [batch, heads, length, dim] tensor and the tuple of its strides (batch and head always 64 bit)."""
+        step = "i64" if layout.is_wide else "i32"
+        self.types[name] = f"*{layout.dtype}"
+        self.types[strides] = ("i64", "i64", step, step)
+        if layout.is_aligned:
+            divisor = 16 // (4 if layout.dtype == "fp32" else 2)
+            self.aligned.append((name, None, 16))
+            self.aligned += [(strides, axis, divisor) for axis in range(3)]
+
+    def result(self, name: str, dim: int, strides: str) -> None:
+        """A tensor the launcher allocates, unit stride, in the inputs' data type."""
+        dtype = self.spec.layouts[0].dtype
+        self.tensor(name, TensorLayout(dtype, True, dim * (4 if dtype == "fp32" else 2) % 16 == 0, False), strides)
+
+    def plain(self, **types: Any) -> None:
+        self.types.update(types)
+
+    def captures(self) -> None:
+        """The flat tuple: per capture pointer, sizes, strides; then the numbers; never empty."""
+        flat: list[str] = []
+        for layout in self.spec.captures:
+            flat += [f"*{layout.dtype}", *["i64" if layout.is_wide else "i32"] * (2 * layout.rank)]
+        kinds = (self.spec.score.numbers if self.spec.score else ()) + (self.spec.mask.numbers if self.spec.mask else ())
+        flat += [("fp32" if kind == "float" else "i64" if wide else "i32") for kind, wide in zip(kinds, self.spec.wide_numbers)]
+        self.types["caps"] = tuple(flat) or ("i32",)
+
+
+def _forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    _inputs(arguments)
+    arguments.result("OUT", spec.v_dim, "out_strides")
+    arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_TABLE, **_WALK)
+    arguments.captures()
+    return arguments.types, arguments.aligned
+
+
+def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    arguments.result("OUT", spec.v_dim, "out_strides")
+    arguments.tensor("D_OUT", spec.layouts[3], "d_out_strides")
+    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", LSE_LOG2="*fp32", **_TABLE)
+    return arguments.types, arguments.aligned
+
+
+def _dq_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    _inputs(arguments)
+    _backward_inputs(arguments)
+    arguments.result("DQ", spec.qk_dim, "dq_strides")
+    arguments.plain(sums=("*fp32",) * len(spec.capture_grads) or ("i32",))
+    return arguments.types, arguments.aligned
+
+
+def _dkdv_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    _inputs(arguments)
+    _backward_inputs(arguments)
+    arguments.result("DK", spec.qk_dim, "dk_strides")
+    arguments.result("DV", spec.v_dim, "dv_strides")
+    arguments.plain(repeats="i32")
+    return arguments.types, arguments.aligned
+
+
+def _inputs(arguments: _Arguments) -> None:
+    for name, layout in zip("QKV", arguments.spec.layouts):
+        arguments.tensor(name, layout, f"{name.lower()}_strides")
+
+
+def _backward_inputs(arguments: _Arguments) -> None:
+    arguments.tensor("D_OUT", arguments.spec.layouts[3], "d_out_strides")
+    arguments.plain(LSE_LOG2="*fp32", DELTA="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_TABLE, **_WALK)
+    arguments.captures()
+
+
+_SIGNATURES = {"forward": _forward_signature, "delta": _delta_signature, "dq": _dq_signature, "dkdv": _dkdv_signature}
+
+
+# ---------------------------------------------------------------- constants
+def _constexprs(spec: KernelSpec) -> dict[str, Any]:
+    """Values of the upper-case parameters; a user function that is absent is None."""
+    q, k, v, d_out = spec.layouts
+    if spec.kernel == "delta":
+        return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
+                "IS_D_OUT_UNIT": d_out.is_unit}  # fmt: skip
+    values: dict[str, Any] = {
+        "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": padded(spec.qk_dim),
+        "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
+        "FOLD_SCALE": spec.fold_scale, "HAS_TABLE": spec.facts.has_table, "IS_Q_UNIT": q.is_unit, "IS_K_UNIT": k.is_unit,
+        "IS_V_UNIT": v.is_unit, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
+    }  # fmt: skip
+    if spec.kernel == "forward":
+        return {**values, "WANT_MAX": spec.want_max}
+    values |= {"SCORE_GRAD": None, "IS_D_OUT_UNIT": d_out.is_unit}
+    if spec.kernel == "dq":
+        return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq}
+    return {**values, "WANT_DK": spec.want_dk, "WANT_DV": spec.want_dv}

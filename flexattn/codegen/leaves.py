@@ -1,0 +1,148 @@
+"""The generated functions of one kernel: reads its programs, makes the text of a small importable module.
+
+The idea: the text is canonical. It names captures and numbers by position, holds no user name, file or value, and so is
+byte for byte the same for the same structure; the file it is written to is named by its hash.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+
+from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
+from flexattn.codegen.spec import KernelSpec
+from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, topological
+from flexattn.frontend.gradient import score_gradient
+from flexattn.frontend.program import Program
+
+HEADER = """import triton
+import triton.language as tl
+
+from flexattn.codegen.skeletons import leaf_ops
+"""
+_INDICES = "b, h, q_idx, kv_idx"
+
+
+def arguments_of(spec: KernelSpec) -> tuple[Arguments, Arguments]:
+    """Where the score and the mask program find their captures and numbers in the flat tuple `caps`."""
+    slots, at = [], 0
+    for layout in spec.captures:
+        slots.append(CaptureSlots(at, layout.rank, layout.dtype, layout.is_wide))
+        at += 1 + 2 * layout.rank
+    scores = len(spec.score.captures) if spec.score else 0
+    kinds = (spec.score.numbers if spec.score else ()) + (spec.mask.numbers if spec.mask else ())
+    numbers = tuple((at + i, kind, spec.wide_numbers[i]) for i, kind in enumerate(kinds))
+    split = len(spec.score.numbers) if spec.score else 0
+    return Arguments(tuple(slots[:scores]), numbers[:split]), Arguments(tuple(slots[scores:]), numbers[split:])
+
+
+def leaf_functions(spec: KernelSpec) -> dict[str, str]:
+    """Text of each function the kernel needs, by the skeleton's parameter name (SCORE_MOD, MASK_MOD, ...)."""
+    if spec.kernel == "delta":
+        return {}
+    score_arguments, mask_arguments = arguments_of(spec)
+    texts: dict[str, str] = {}
+    if spec.score is not None:
+        texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments)
+    if spec.mask is not None:
+        texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments)
+    if spec.score is not None and spec.kernel in ("dq", "dkdv"):
+        texts["SCORE_GRAD"] = _score_grad(spec, spec.score, score_arguments)
+    if spec.score is not None and spec.kernel == "dq" and spec.capture_grads:
+        texts["CAPTURE_GRAD"] = _capture_grad(spec, spec.score, score_arguments)
+    return texts
+
+
+def leaf_text(functions: dict[str, str]) -> str:
+    """One module of leaf functions; empty when there are none."""
+    return "\n\n".join([HEADER, *functions.values()]) if functions else ""
+
+
+def leaf_name(parameter: str) -> str:
+    """Name of the function behind a skeleton parameter."""
+    return parameter.lower()
+
+
+def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
+    body = "\n".join(f"    {line}" for line in lines)
+    return f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
+
+
+def _score(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
+    printer = Printer(spec, arguments)
+    (value,) = printer.print([program.body])
+    result = _full(_as_float(value), program.body, "score")
+    return _function("score_mod", f"score, {_INDICES}, caps", [*printer.lines, f"return {result}"])
+
+
+def _mask(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
+    printer = Printer(spec, arguments)
+    (value,) = printer.print([program.body])
+    text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
+    return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
+
+
+def _score_grad(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
+    root = score_gradient(program).d_score
+    printer = Printer(spec, arguments)
+    (value,) = printer.print([root])
+    result = _full(_as_float(value), root, "grad")
+    return _function("score_grad", f"grad, score, {_INDICES}, caps", [*printer.lines, f"return {result}"])
+
+
+def _capture_grad(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
+    """Adds each captured tensor's gradient to its sum: over the tile axes its index does not depend on, then atomically."""
+    wanted = [g for g in score_gradient(program).d_captures if g[0] in spec.capture_grads]
+    printer = Printer(spec, arguments)
+    lines = printer.lines
+    for number, (slot, load, grad) in enumerate(wanted):
+        *_, value = printer.print([*load.args, grad])
+        index = printer.index(load)
+        name = f"g{number}"
+        lines.append(f"{name} = tl.where(keep, {_full(_as_float(value), grad, 'grad')}, 0.0)")
+        lines += [f"{name} = leaf_ops.total({name}, {axis})" for axis in _free_axes(load)]
+        lines.append(_atomic(spec.capture_grads.index(slot), name, index.parts, index.inside, arguments.captures[slot]))
+    if not wanted:
+        lines.append("pass")
+    return _function("capture_grad", f"grad, score, keep, {_INDICES}, caps, sums", lines)
+
+
+def _free_axes(load: Expr) -> list[int]:
+    """Tile axes (0: queries, 1: keys) on which the element a load reads does not depend."""
+    deps = 0
+    for arg in load.args:
+        deps |= arg.deps
+    if deps & DEP_SCORE:
+        return []
+    return [axis for axis, bit in enumerate((DEP_Q, DEP_KV)) if not deps & bit]
+
+
+def _atomic(position: int, name: str, parts: Sequence[Value], inside: str | None, slots: CaptureSlots) -> str:
+    """The sum's buffer is contiguous, so its offset follows from the sizes."""
+    offset = "0"
+    for axis, part in enumerate(parts):
+        offset = part.text if axis == 0 else f"({offset}) * {slots.size(axis)} + {part.text}"
+    if not parts:
+        return f'tl.atomic_add(sums[{position}] + tl.zeros(({name}).shape, tl.int32), {name}, sem="relaxed")'
+    if all(part.type == "literal" for part in parts):
+        offset = f"({offset}) + tl.full([], 0, tl.int32)"
+    where, mask = f"leaf_ops.spread({offset}, {name})", f"leaf_ops.spread({inside}, {name})"
+    return f'tl.atomic_add(sums[{position}] + {where}, {name}, mask={mask}, sem="relaxed")'
+
+
+def _as_float(value: Value) -> str:
+    if value.type in ("tl.float32", "literal"):
+        return materialise(value, "tl.float32").text
+    return f"({value.text}).to(tl.float32)"
+
+
+def _full(text: str, root: Expr, like: str) -> str:
+    """A tile-shaped result even where the expression does not depend on both tile axes."""
+    has_tile = root.deps & DEP_SCORE or (root.deps & DEP_Q and root.deps & DEP_KV)
+    return text if has_tile else f"leaf_ops.spread({text}, {like})"
+
+
+def loads_of(program: Program) -> list[Expr]:
+    """Every distinct read of a captured tensor."""
+    return [node for node in topological([program.body]) if node.op == "load"]

@@ -1,0 +1,1 @@
+"""Kernel skeletons: ordinary Triton functions that take the user's functions as constexpr arguments."""

@@ -1,0 +1,244 @@
+"""Backward attention kernels: read the forward's inputs and results, make dq, dk, dv and gradients of captured tensors.
+
+The idea: two kernels without atomics, each with one owner per output tile. One walks the keys of a query tile and owns
+dq; the other walks the queries of a key tile (over transposed spans, and over every query head and batch entry that
+shares these keys) and owns dk and dv. Probabilities are made again from the saved log-sum, so nothing of size
+q_len x kv_len is stored. A pre-pass makes delta = rowsum(out * d_out) - d_lse. What is masked is the gradient, not only
+the value: a masked score may be NaN and must still add exactly 0.
+"""
+
+import triton
+import triton.language as tl
+
+from flexattn.codegen.skeletons import softmax, tiles
+
+
+@triton.jit
+def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, LSE_LOG2, out_strides, d_out_strides, q_heads, q_len, pairs,
+                             lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+                             HAS_D_LSE: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr):
+    """delta and base-2 log-sums of BLOCK_M rows; an empty row gets log-sum +inf, which makes its probabilities 0."""
+    pair = tl.program_id(0) // lines
+    first = (tl.program_id(0) % lines) * BLOCK_M
+    batch = (pair // q_heads).to(tl.int64)
+    head = (pair % q_heads).to(tl.int64)
+    out = tiles.load_tile(OUT + batch * out_strides[0] + head * out_strides[1], first, out_strides[2], out_strides[3],
+                          q_len, BLOCK_M, V_DIM, V_PAD, True, True)
+    d_out = tiles.load_tile(D_OUT + batch * d_out_strides[0] + head * d_out_strides[1], first, d_out_strides[2],
+                            d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_UNIT, True)
+    rows = first + tl.arange(0, BLOCK_M)
+    at = pair.to(tl.int64) * q_len + rows
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    if HAS_D_LSE:
+        delta -= tl.load(D_LSE + at, mask=rows < q_len, other=0.0)
+    lse = tl.load(LSE + at, mask=rows < q_len, other=float("-inf"))
+    empty = lse == float("-inf")
+    tl.store(DELTA + at, tl.where(empty, 0.0, delta), mask=rows < q_len)
+    tl.store(LSE_LOG2 + at, tl.where(empty, float("inf"), lse * softmax.LOG2E), mask=rows < q_len)
+
+
+@triton.jit
+def _modified(natural, batch, head, q_idx, kv_idx, q_len, kv_len, caps, IS_PARTIAL: tl.constexpr,
+              SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr):
+    """What the softmax saw: the modified scores, -inf where masked."""
+    modified = natural
+    if SCORE_MOD is not None:
+        modified = SCORE_MOD(natural, batch, head, q_idx, kv_idx, caps)
+    if IS_PARTIAL:
+        keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, caps, MASK_MOD)
+        modified = tl.where(keep, modified, float("-inf"))
+    return modified
+
+
+@triton.jit
+def _score_gradient(grad, natural, modified, batch, head, q_idx, kv_idx, caps, IS_PARTIAL: tl.constexpr,
+                    SCORE_GRAD: tl.constexpr):
+    """d loss / d score from d loss / d modified score; exactly 0 where the score did not count."""
+    d_score = grad
+    if SCORE_GRAD is not None:
+        d_score = SCORE_GRAD(grad, natural, batch, head, q_idx, kv_idx, caps)
+    if IS_PARTIAL or SCORE_GRAD is not None:
+        d_score = tl.where(modified == float("-inf"), 0.0, d_score)
+    return d_score
+
+
+@triton.jit
+def _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums, scale,
+              factor, batch, head, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
+              MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
+              V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DQ: tl.constexpr,
+              IS_K_UNIT: tl.constexpr, IS_V_UNIT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Adds every key tile of one kind to dq [M, QK] and to the sums of captured tensors."""
+    IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
+    spans, start, stop, more = tiles.first_span(line, tile, q_len, kv_len, KIND, HAS_TABLE, BLOCK_M, BLOCK_N)
+    for span in range(0, spans):
+        if span > 0:
+            start = tl.load(EXTRA + 2 * (more + span - 1))
+            stop = tl.load(EXTRA + 2 * (more + span - 1) + 1)
+        for block in tl.range(start, stop):
+            first = block * BLOCK_N
+            k = tiles.load_tile(k_base, first, k_strides[2], k_strides[3], kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_UNIT,
+                                IS_PARTIAL)  # [N, QK]
+            v = tiles.load_tile(v_base, first, v_strides[2], v_strides[3], kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_UNIT,
+                                IS_PARTIAL)  # [N, V]
+            natural = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
+            natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
+            kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+            modified = _modified(natural, batch, head, q_idx, kv_idx, q_len, kv_len, caps, IS_PARTIAL, SCORE_MOD,
+                                 MASK_MOD)
+            probs = tl.math.exp2(modified * factor - lse_log2[:, None])
+            d_probs = softmax.dot(d_out, tl.trans(v), None, PRECISION, UPCAST)  # [M, N]
+            grad = probs * (d_probs - delta[:, None])
+            if CAPTURE_GRAD is not None:
+                keep = modified != float("-inf")
+                CAPTURE_GRAD(grad, natural, keep, batch, head, q_idx, kv_idx, caps, sums)
+            if WANT_DQ:
+                d_score = _score_gradient(grad, natural, modified, batch, head, q_idx, kv_idx, caps, IS_PARTIAL,
+                                          SCORE_GRAD)
+                dq = softmax.dot(d_score.to(k.dtype), k, dq, PRECISION, UPCAST)
+    return dq
+
+
+@triton.jit
+def attention_backward_dq(Q, K, V, D_OUT, LSE_LOG2, DELTA, DQ, ROWS, EXTRA, q_strides, k_strides, v_strides,
+                          d_out_strides, dq_strides, caps, sums, scale, q_heads, group, q_len, kv_len, pairs, lines,
+                          batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+                          SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
+                          V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+                          BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr,
+                          WANT_DQ: tl.constexpr, IS_Q_UNIT: tl.constexpr, IS_K_UNIT: tl.constexpr,
+                          IS_V_UNIT: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+                          UPCAST: tl.constexpr):
+    """dq of one query tile of one (batch, head) pair; grid: pairs * lines programs."""
+    pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
+    batch = pair // q_heads
+    head = pair % q_heads
+    line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
+    tile = tiles.line_tile(line, rank, HAS_TABLE)
+    first = tile * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    wide_batch = batch.to(tl.int64)
+    wide_head = head.to(tl.int64)
+    kv_head = (head // group).to(tl.int64)
+    q = tiles.load_tile(Q + wide_batch * q_strides[0] + wide_head * q_strides[1], first, q_strides[2], q_strides[3],
+                        q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_UNIT, True)
+    d_out = tiles.load_tile(D_OUT + wide_batch * d_out_strides[0] + wide_head * d_out_strides[1], first,
+                            d_out_strides[2], d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_UNIT, True)
+    at = pair.to(tl.int64) * q_len + rows
+    lse_log2 = tl.load(LSE_LOG2 + at, mask=rows < q_len, other=float("inf"))
+    delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
+    k_base = K + wide_batch * k_strides[0] + kv_head * k_strides[1]
+    v_base = V + wide_batch * v_strides[0] + kv_head * v_strides[1]
+    factor = softmax.factor_of(scale, FOLD_SCALE)
+    dq = tl.zeros([BLOCK_M, QK_PAD], tl.float32)
+    dq = _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+                   scale, factor, batch, head, rows[:, None], q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
+                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
+                   WANT_DQ, IS_K_UNIT, IS_V_UNIT, PRECISION, UPCAST)
+    dq = _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+                   scale, factor, batch, head, rows[:, None], q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
+                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
+                   WANT_DQ, IS_K_UNIT, IS_V_UNIT, PRECISION, UPCAST)
+    if WANT_DQ:
+        tiles.store_tile(DQ + wide_batch * dq_strides[0] + wide_head * dq_strides[1], first, dq_strides[2],
+                         dq_strides[3], q_len, dq * scale, BLOCK_M, QK_DIM, QK_PAD, True)
+
+
+@triton.jit
+def _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, lse_base, delta_base, line, EXTRA, tile, q_strides, d_out_strides,
+                caps, scale, factor, batch, head, kv_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
+                MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
+                QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+                IS_Q_UNIT: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Adds every query tile of one kind to dk [N, QK] and dv [N, V]; scores are transposed, [N, M]."""
+    IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
+    spans, start, stop, more = tiles.first_span(line, tile, kv_len, q_len, KIND, HAS_TABLE, BLOCK_N, BLOCK_M)
+    for span in range(0, spans):
+        if span > 0:
+            start = tl.load(EXTRA + 2 * (more + span - 1))
+            stop = tl.load(EXTRA + 2 * (more + span - 1) + 1)
+        for block in tl.range(start, stop):
+            first = block * BLOCK_M
+            rows = first + tl.arange(0, BLOCK_M)
+            q = tiles.load_tile(q_base, first, q_strides[2], q_strides[3], q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_UNIT,
+                                IS_PARTIAL)  # [M, QK]
+            d_out = tiles.load_tile(d_out_base, first, d_out_strides[2], d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD,
+                                    IS_D_OUT_UNIT, IS_PARTIAL)  # [M, V]
+            if IS_PARTIAL:
+                lse_log2 = tl.load(lse_base + rows, mask=rows < q_len, other=float("inf"))
+                delta = tl.load(delta_base + rows, mask=rows < q_len, other=0.0)
+            else:
+                lse_log2 = tl.load(lse_base + rows)
+                delta = tl.load(delta_base + rows)
+            natural = softmax.dot(k, tl.trans(q), None, PRECISION, UPCAST)  # [N, M]
+            natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
+            modified = _modified(natural, batch, head, rows[None, :], kv_idx, q_len, kv_len, caps, IS_PARTIAL,
+                                 SCORE_MOD, MASK_MOD)
+            probs = tl.math.exp2(modified * factor - lse_log2[None, :])
+            if WANT_DV:
+                dv = softmax.dot(probs.to(d_out.dtype), d_out, dv, PRECISION, UPCAST)
+            if WANT_DK:
+                d_probs = softmax.dot(v, tl.trans(d_out), None, PRECISION, UPCAST)  # [N, M]
+                grad = probs * (d_probs - delta[None, :])
+                d_score = _score_gradient(grad, natural, modified, batch, head, rows[None, :], kv_idx, caps, IS_PARTIAL,
+                                          SCORE_GRAD)
+                dk = softmax.dot(d_score.to(q.dtype), q, dk, PRECISION, UPCAST)
+    return dk, dv
+
+
+@triton.jit
+def attention_backward_dkdv(Q, K, V, D_OUT, LSE_LOG2, DELTA, DK, DV, ROWS, EXTRA, q_strides, k_strides, v_strides,
+                            d_out_strides, dk_strides, dv_strides, caps, scale, q_heads, group, repeats, q_len, kv_len,
+                            pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr,
+                            MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
+                            QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                            FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DK: tl.constexpr,
+                            WANT_DV: tl.constexpr, IS_Q_UNIT: tl.constexpr, IS_K_UNIT: tl.constexpr,
+                            IS_V_UNIT: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+                            UPCAST: tl.constexpr):
+    """dk and dv of one key tile of one (key batch, key head) pair; grid: pairs * lines programs.
+
+    `repeats` (query heads of the group, times the batch where k and v have batch 1) are summed in the program, in
+    float32 and in order, so the result is the same in every run."""
+    pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
+    kv_heads = q_heads // group
+    kv_batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
+    tile = tiles.line_tile(line, rank, HAS_TABLE)
+    first = tile * BLOCK_N
+    kv_idx = (first + tl.arange(0, BLOCK_N))[:, None]
+    wide_batch = kv_batch.to(tl.int64)
+    wide_head = kv_head.to(tl.int64)
+    k = tiles.load_tile(K + wide_batch * k_strides[0] + wide_head * k_strides[1], first, k_strides[2], k_strides[3],
+                        kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_UNIT, True)
+    v = tiles.load_tile(V + wide_batch * v_strides[0] + wide_head * v_strides[1], first, v_strides[2], v_strides[3],
+                        kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_UNIT, True)
+    factor = softmax.factor_of(scale, FOLD_SCALE)
+    dk = tl.zeros([BLOCK_N, QK_PAD], tl.float32)
+    dv = tl.zeros([BLOCK_N, V_PAD], tl.float32)
+    for repeat in range(0, repeats):
+        batch = kv_batch + repeat // group
+        head = kv_head * group + repeat % group
+        line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
+        q_base = Q + batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1]
+        d_out_base = D_OUT + batch.to(tl.int64) * d_out_strides[0] + head.to(tl.int64) * d_out_strides[1]
+        row_offset = (batch * q_heads + head).to(tl.int64) * q_len
+        dk, dv = _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, LSE_LOG2 + row_offset, DELTA + row_offset, line, EXTRA,
+                             tile, q_strides, d_out_strides, caps, scale, factor, batch, head, kv_idx, q_len, kv_len,
+                             tiles.PARTIAL, SCORE_MOD, MASK_MOD, SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M,
+                             BLOCK_N, FOLD_SCALE, HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION,
+                             UPCAST)
+        dk, dv = _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, LSE_LOG2 + row_offset, DELTA + row_offset, line, EXTRA,
+                             tile, q_strides, d_out_strides, caps, scale, factor, batch, head, kv_idx, q_len, kv_len,
+                             tiles.FULL, SCORE_MOD, MASK_MOD, SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M,
+                             BLOCK_N, FOLD_SCALE, HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION,
+                             UPCAST)
+    if WANT_DK:
+        tiles.store_tile(DK + wide_batch * dk_strides[0] + wide_head * dk_strides[1], first, dk_strides[2],
+                         dk_strides[3], kv_len, dk * scale, BLOCK_N, QK_DIM, QK_PAD, True)
+    if WANT_DV:
+        tiles.store_tile(DV + wide_batch * dv_strides[0] + wide_head * dv_strides[1], first, dv_strides[2],
+                         dv_strides[3], kv_len, dv, BLOCK_N, V_DIM, V_PAD, True)

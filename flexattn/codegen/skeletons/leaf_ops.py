@@ -1,0 +1,180 @@
+"""Operations that generated leaves call: each reads tensors of one type and follows torch where Triton differs.
+
+The idea: Triton's integer division truncates, its `tanh` needs a library the interpreter lacks, and a captured tensor may
+be read out of range. Everything here also runs in the interpreter, except `tanh`, the hardware instruction.
+"""
+
+import triton
+import triton.language as tl
+
+
+# ---------------------------------------------------------------- integers
+@triton.jit
+def floor_div(a, b):
+    """a // b rounded down; 0 where b is 0."""
+    safe = tl.where(b == 0, 1, b)
+    quotient = a // safe
+    down = (a - quotient * safe != 0) & ((a < 0) != (safe < 0))
+    quotient = tl.where(down, quotient - 1, quotient)
+    return tl.where(b == 0, 0, quotient)
+
+
+@triton.jit
+def floor_mod(a, b):
+    """Remainder with the sign of b; 0 where b is 0."""
+    safe = tl.where(b == 0, 1, b)
+    rest = a - (a // safe) * safe
+    rest = tl.where((rest != 0) & ((rest < 0) != (safe < 0)), rest + safe, rest)
+    return tl.where(b == 0, 0, rest)
+
+
+@triton.jit
+def floor_div_by(a, b: tl.constexpr):
+    """a // b rounded down for a constant b > 0, without a branch on its sign."""
+    quotient = a // b
+    return quotient - (a - quotient * b < 0).to(a.dtype)
+
+
+@triton.jit
+def floor_mod_by(a, b: tl.constexpr):
+    """a % b for a constant b > 0, in [0, b)."""
+    rest = a % b
+    return tl.where(rest < 0, rest + b, rest)
+
+
+@triton.jit
+def logical_not(a):
+    return a == 0
+
+
+# ---------------------------------------------------------------- floats
+@triton.jit
+def floor_div_float(a, b):
+    """torch.floor_divide: the quotient of a minus its remainder, so exact multiples do not round down by one."""
+    rest = floor_mod_float(a, b)
+    return tl.where(b == 0.0, a / b, tl.floor((a - rest) / b + 0.5))
+
+
+@triton.jit
+def floor_mod_float(a, b):
+    """Remainder with the sign of b."""
+    quotient = trunc(a / b)
+    rest = a - quotient * b
+    rest = tl.where((rest != 0.0) & ((rest < 0.0) != (a < 0.0)), rest + tl.where((a < 0.0) == (b < 0.0), b, -b), rest)
+    rest = tl.where(tl.abs(rest) >= tl.abs(b), rest * 0.0, rest)
+    return tl.where((rest != 0.0) & ((rest < 0.0) != (b < 0.0)), rest + b, rest)
+
+
+@triton.jit
+def trunc(a):
+    return tl.where(a < 0.0, tl.ceil(a), tl.floor(a))
+
+
+@triton.jit
+def round_even(a):
+    """Nearest integer, ties to even."""
+    low = tl.floor(a)
+    part = a - low
+    odd = low - 2.0 * tl.floor(low * 0.5)
+    return tl.where((part > 0.5) | ((part == 0.5) & (odd == 1.0)), low + 1.0, low)
+
+
+@triton.jit
+def sign(a):
+    """-1, 0 or 1, as torch.sign, for integers and floats (NaN gives 0)."""
+    return (a > 0).to(a.dtype) - (a < 0).to(a.dtype)
+
+
+@triton.jit
+def isinf(a):
+    return tl.abs(a) == float("inf")
+
+
+@triton.jit
+def sqrt(a):
+    return tl.sqrt(a)
+
+
+@triton.jit
+def rsqrt(a):
+    return 1.0 / tl.sqrt(a)
+
+
+@triton.jit
+def sigmoid(a):
+    return 1.0 / (1.0 + tl.exp(-a))
+
+
+@triton.jit
+def expm1(a):
+    """exp(a) - 1; a series near 0, where the difference would lose every digit."""
+    series = a * (1.0 + a * (0.5 + a * (0.16666667 + a * (0.041666668 + a * (0.008333334 + a * 0.0013888889)))))
+    return tl.where(tl.abs(a) < 0.35, series, tl.exp(a) - 1.0)
+
+
+@triton.jit
+def log1p(a):
+    """log(1 + a); the rounding of 1 + a is divided out again."""
+    u = 1.0 + a
+    exact = u == 1.0
+    ratio = a / tl.where(exact, 1.0, u - 1.0)
+    value = tl.log(u) * tl.where(tl.abs(u) == float("inf"), 1.0, ratio)
+    return tl.where(exact, a, value)
+
+
+@triton.jit
+def power(a, b):
+    """torch.pow on floats; a negative base works with an integral exponent."""
+    whole = tl.floor(b) == b
+    odd = whole & (b - 2.0 * tl.floor(b * 0.5) == 1.0)
+    size = tl.exp2(b * tl.log2(tl.abs(a)))
+    value = tl.where((a < 0.0) & odd, -size, size)
+    value = tl.where((a < 0.0) & (whole == 0), float("nan"), value)
+    return tl.where((b == 0.0) | (a == 1.0), 1.0, value)
+
+
+@triton.jit
+def tanh(a):
+    """The hardware instruction: relative error 2^-11, enough for bfloat16."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def tanh_exp2(a):
+    """1 - 2 / (exp(2a) + 1): absolute error of a float32 rounding, for float16."""
+    return 1.0 - 2.0 / (tl.exp2(a * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def tanh_exact(a):
+    """tanh to float32 precision: an odd polynomial near 0, the exponential form elsewhere."""
+    s = a * a
+    p = s * (-0.33333332 + s * (0.13333079 + s * (-0.0539025 + s * (0.02126713 + s * -0.00653151))))
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(a)) + 1.0)
+    far = tl.where(a < 0.0, -far, far)
+    return tl.where(tl.abs(a) < 0.55, a + a * p, far)
+
+
+# ---------------------------------------------------------------- captured tensors
+@triton.jit
+def wrap(index, size):
+    """A negative index counts from the end, once."""
+    return tl.where(index < 0, index + size, index)
+
+
+@triton.jit
+def inside(index, size):
+    """Whether a wrapped index may be read."""
+    return (index >= 0) & (index < size)
+
+
+@triton.jit
+def spread(value, like):
+    """`value` with the full shape of `like`."""
+    return tl.broadcast_to(value, like.shape)
+
+
+@triton.jit
+def total(value, AXIS: tl.constexpr):
+    """Sum over one tile axis, which stays with size 1."""
+    return tl.expand_dims(tl.sum(value, AXIS), AXIS)

@@ -1,0 +1,56 @@
+"""Softmax pieces every kernel shares: reads a tile of scores and the running row state, makes probabilities.
+
+The idea: exp(x - max) is computed as exp2(x * factor - peak), where `peak` is kept in base 2 and `factor` already
+holds log2(e) (and the softmax scale where no score_mod needs scores in natural units). A row that has seen no key has
+peak -inf; subtracting 0 instead keeps its probabilities at exp2(-inf) = 0 and never NaN.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """a @ b + acc in float32; UPCAST widens the operands first, for the interpreter whose bf16 dot is wrong."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def factor_of(scale, FOLD_SCALE: tl.constexpr):
+    """What a score is multiplied with to become a power of two."""
+    if FOLD_SCALE:
+        return scale * LOG2E
+    else:
+        return scale * 0.0 + LOG2E
+
+
+@triton.jit
+def natural_scores(dots, scale, FOLD_SCALE: tl.constexpr):
+    """Scaled scores in natural units; raw dot products where the scale is folded into the factor."""
+    if FOLD_SCALE:
+        return dots
+    else:
+        return dots * scale
+
+
+@triton.jit
+def online_update(scores, factor, peak, total):
+    """One step of the online softmax over a tile [M, N]: probabilities, correction of what came before, new row state."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+    safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    probs = tl.math.exp2(scores * factor - safe_peak[:, None])
+    correction = tl.math.exp2(peak - safe_peak)
+    return probs, correction, new_peak, total * correction + tl.sum(probs, 1)
+
+
+@triton.jit
+def row_lse(peak, total):
+    """Natural-log sum of exponentials of a row; -inf where no key was kept."""
+    kept = total != 0.0  # also true for NaN, which must stay visible
+    return tl.where(kept, (peak + tl.math.log2(tl.where(kept, total, 1.0))) * LN2, float("-inf"))

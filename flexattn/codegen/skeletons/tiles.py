@@ -1,0 +1,106 @@
+"""Where a program works and what it loads: reads the span table and strided tensors, makes tiles [ROWS, PAD].
+
+The idea: a table row lists half-open runs of tiles ("spans"), the first run inline and the others in EXTRA, so that a
+kernel walks contiguous keys and never an index list. Row ints: 0 tile, 1 full tiles, 2 partial tiles, 3 full spans,
+4 partial spans, 5:7 first full span, 7:9 first partial span, 9 and 10 offsets of further full and partial spans.
+"""
+
+import triton
+import triton.language as tl
+
+ROW_INTS = tl.constexpr(12)
+FULL = tl.constexpr(0)
+PARTIAL = tl.constexpr(1)
+
+
+@triton.jit
+def locate(program, pairs, lines, swizzle):
+    """Program number -> (pair, rank): `swizzle` (batch, head) pairs are worked on together, so that their K and V stay
+    in the L2 cache; among them the costly ranks come first."""
+    group = program // (lines * swizzle)
+    within = program - group * (lines * swizzle)
+    size = tl.minimum(pairs - group * swizzle, swizzle)
+    return group * swizzle + within % size, within // size
+
+
+@triton.jit
+def table_line(ROWS, batch, head, rank, lines, batch_step, head_step):
+    """Pointer to the table row of one program; steps are 0 where the mask does not depend on batch or head."""
+    return ROWS + ((batch * batch_step + head * head_step).to(tl.int64) * lines + rank) * ROW_INTS
+
+
+@triton.jit
+def line_tile(line, rank, HAS_TABLE: tl.constexpr):
+    """Number of the tile a table row describes."""
+    if HAS_TABLE:
+        return tl.load(line)
+    else:
+        return rank
+
+
+@triton.jit
+def first_span(line, tile, own_len, other_len, KIND: tl.constexpr, HAS_TABLE: tl.constexpr, OWN: tl.constexpr,
+               OTHER: tl.constexpr):
+    """(spans, start, stop, offset of further spans) of one kind. Without a table everything is kept: a tile is partial
+    when a length cuts it, so the last own tile is all partial and any other one has at most a partial end."""
+    if HAS_TABLE:
+        spans = tl.load(line + 3 + KIND)
+        start = tl.load(line + 5 + 2 * KIND)
+        stop = tl.load(line + 6 + 2 * KIND)
+        more = tl.load(line + 9 + KIND)
+        return spans, start, stop, more
+    else:
+        whole = tl.where((tile + 1) * OWN <= own_len, other_len // OTHER, 0)
+        if KIND == 0:
+            return tl.minimum(whole, 1), whole * 0, whole, whole * 0
+        else:
+            stop = (other_len + OTHER - 1) // OTHER
+            return tl.minimum(stop - whole, 1), whole, stop, whole * 0
+
+
+@triton.jit
+def load_tile(base, first, row_stride, dim_stride, length, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+              IS_UNIT: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Rows first .. first + ROWS of a [length, DIM] slice -> [ROWS, PAD], zeros outside it."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PAD)
+    start = base + first.to(tl.int64) * row_stride
+    if IS_UNIT:
+        pointers = start + (rows[:, None] * row_stride + dims[None, :])
+    else:
+        pointers = start + (rows[:, None] * row_stride + dims[None, :] * dim_stride)
+    if IS_MASKED:
+        inside = (first + rows)[:, None] < length
+        if DIM < PAD:
+            inside = inside & (dims[None, :] < DIM)
+        return tl.load(pointers, mask=inside, other=0.0)
+    elif DIM < PAD:
+        return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(base, first, row_stride, dim_stride, length, values, ROWS: tl.constexpr, DIM: tl.constexpr,
+               PAD: tl.constexpr, IS_UNIT: tl.constexpr):
+    """Writes values [ROWS, PAD] to rows first .. first + ROWS of a [length, DIM] slice, in that tensor's dtype."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PAD)
+    start = base + first.to(tl.int64) * row_stride
+    if IS_UNIT:
+        pointers = start + (rows[:, None] * row_stride + dims[None, :])
+    else:
+        pointers = start + (rows[:, None] * row_stride + dims[None, :] * dim_stride)
+    inside = (first + rows)[:, None] < length
+    if DIM < PAD:
+        inside = inside & (dims[None, :] < DIM)
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, caps, MASK_MOD: tl.constexpr):
+    """Which scores of a partial tile count: inside both lengths and kept by the mask."""
+    keep = (q_idx < q_len) & (kv_idx < kv_len)
+    if MASK_MOD is not None:
+        keep = keep & MASK_MOD(batch, head, q_idx, kv_idx, caps)
+    return keep

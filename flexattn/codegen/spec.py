@@ -1,0 +1,143 @@
+"""Everything that can change a kernel's text or binary, frozen: reads layouts and programs, makes hashable cache keys.
+
+The idea: if something is no field here it cannot change the kernel. Lengths, batch and head counts, strides, captured
+sizes and the values of numbers are therefore absent; only classes of them (32 or 64 bit, aligned or not) are here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+
+from flexattn.codegen.target import Target
+from flexattn.codegen.tile_config import TileConfig
+from flexattn.errors import DTypeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from flexattn.frontend.program import Program
+
+SMALL_INDEX = 1 << 28  # lengths and integer numbers below this need no 64-bit sums
+LIMIT_32 = (1 << 31) - 1
+_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "u8",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint16: "u16", torch.uint32: "u32",
+}  # fmt: skip
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Triton's name of a captured tensor's storage type; truth values are read as bytes."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise DTypeError("a captured tensor has a data type kernels cannot read", given=dtype, hint="convert it, for example with .float()")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Facts about one of q, k, v, d_out that a kernel is compiled for.
+
+    Args:
+        dtype: 'bf16', 'fp16' or 'fp32'.
+        is_unit: The last dimension has stride 1.
+        is_aligned: Also, the pointer and the other strides are multiples of 16 bytes.
+        is_wide: Offsets inside one tile may pass 2^31 elements.
+    """
+
+    dtype: str
+    is_unit: bool
+    is_aligned: bool
+    is_wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureLayout:
+    """Facts about one captured tensor: storage type, rank, and whether offsets in it need 64 bits."""
+
+    dtype: str
+    rank: int
+    is_wide: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFacts:
+    """What a kernel is told of the block mask: whether there is a span table at all."""
+
+    has_table: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One kernel. See the fields' comments for units and meaning."""
+
+    kernel: str  # 'forward', 'delta', 'dq', 'dkdv'
+    target: Target
+    config: TileConfig
+    qk_dim: int
+    v_dim: int
+    layouts: tuple[TensorLayout, ...]  # q, k, v, d_out (the last one also in the forward, equal to q's)
+    score: Program | None = None
+    mask: Program | None = None
+    facts: MaskFacts = MaskFacts(has_table=False)
+    captures: tuple[CaptureLayout, ...] = ()  # of the score program, then of the mask program
+    wide_numbers: tuple[bool, ...] = ()  # the same order; False for floats
+    capture_grads: tuple[int, ...] = ()  # score program slots whose gradient the dq kernel sums
+    fold_scale: bool = True  # scale * log2(e) in one factor: no score_mod and scale > 0
+    precision: str = "ieee"  # of float32 dots: 'ieee' or 'tf32'
+    wide_lengths: bool = False  # a length, batch or head count of SMALL_INDEX or more
+    want_max: bool = False
+    want_dq: bool = True
+    want_dk: bool = True
+    want_dv: bool = True
+    has_d_lse: bool = False
+
+    @property
+    def dialect(self) -> str:
+        return "triton_interpret" if self.target.is_interpreter else "triton"
+
+    @property
+    def math(self) -> str:
+        """Which form of a function a leaf takes: 'hardware' for bfloat16, 'exp2' for float16, else 'exact'."""
+        if self.target.is_interpreter:
+            return "exact"
+        return {"bf16": "hardware", "fp16": "exp2"}.get(self.layouts[0].dtype, "exact")
+
+
+def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout:
+    """Layout facts of a [batch, heads, length, dim] tensor."""
+    if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint="convert q, k and v, or use CPU tensors")
+    strides = tensor.stride()
+    unit = strides[3] == 1 or tensor.shape[3] == 1
+    multiple = 16 // tensor.element_size()
+    aligned = unit and tensor.data_ptr() % 16 == 0 and all(s % multiple == 0 for s in strides[:3])
+    reach = max(tile_rows, 256) * strides[2] + 2 * tensor.shape[3] * strides[3]
+    return TensorLayout(_NAMES[tensor.dtype], unit, aligned, reach > LIMIT_32)
+
+
+def fresh_layout(dtype: torch.dtype, dim: int) -> TensorLayout:
+    """Layout of a tensor this library allocates itself."""
+    return TensorLayout(_NAMES[dtype], True, dim * dtype.itemsize % 16 == 0, False)
+
+
+def capture_layout(tensor: torch.Tensor) -> CaptureLayout:
+    """Layout facts of a captured tensor."""
+    reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride()) if n > 0)
+    return CaptureLayout(type_name(tensor.dtype), tensor.dim(), max(reach, tensor.numel()) > LIMIT_32)
+
+
+def wide_number(value: Any) -> bool:
+    """Whether an integer number needs the 64-bit class."""
+    return isinstance(value, int) and not -SMALL_INDEX < value < SMALL_INDEX
+
+
+def any_wide(sizes: Sequence[int]) -> bool:
+    """Whether index sums over these lengths could pass 32 bits."""
+    return max(sizes, default=0) >= SMALL_INDEX
+
+
+def padded(dim: int) -> int:
+    """Head dimension as a tile holds it: the next power of two, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())

@@ -1,0 +1,219 @@
+"""Tiles, warps and pipeline stages: reads head dims, data type and target, makes a short list of legal configurations.
+
+The idea: what decides whether a launch fits is shared memory, so a model of it (checked against the compiler in the
+tests, always at or above it) filters a fixed preference list; every list ends with tiles that fit everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Sequence
+
+from flexattn.codegen.target import Target
+from flexattn.errors import OptionError
+
+if TYPE_CHECKING:
+    from flexattn.frontend.program import Program
+
+SHORT_QUERIES = 32  # up to here a call is in the "short" size class and takes small query tiles
+AT_MOST = 3  # configurations a direction may try
+_DEP_Q, _DEP_KV = 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """One launch shape: BLOCK_M query rows by BLOCK_N keys, warps and software pipeline stages."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileProblem:
+    """What the choice of tiles rests on."""
+
+    kernel: str  # 'forward', 'dq' or 'dkdv'
+    target: Target
+    element_bytes: int
+    qk_pad: int
+    v_pad: int
+    is_short: bool
+    gathers: int  # captured reads in the loop whose index moves along both tile axes
+
+    @property
+    def pad(self) -> int:
+        return max(self.qk_pad, self.v_pad)
+
+
+# (largest padded head dim, configurations), best first; 16-bit inputs. Rows below the first fitting one follow it.
+_WGMMA = {
+    "forward": (
+        (64, ((128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 2))),
+        (128, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
+        (256, ((128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1))),
+        (512, ((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    ),
+    "dq": (
+        (64, ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
+        (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1))),
+        (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
+        (512, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
+    ),
+    "dkdv": (
+        (64, ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2))),
+        (128, ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1))),
+        (256, ((32, 64, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))),
+        (512, ((32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
+    ),
+}
+_MMA = {
+    "forward": (
+        (64, ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
+        (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))),
+        (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
+        (512, ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
+    ),
+    "dq": (
+        (64, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1))),
+        (128, ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1))),
+        (256, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
+        (512, ((16, 16, 4, 1),)),
+    ),
+    "dkdv": (
+        (64, ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 1))),
+        (128, ((64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 1))),
+        (256, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
+        (512, ((16, 16, 4, 1),)),
+    ),
+}
+_SINGLE = {  # float32: the dots run on ordinary arithmetic units and keep their operands in registers
+    kernel: (
+        (64, ((64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
+        (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+        (256, ((32, 16, 4, 1), (16, 16, 4, 1))),
+        (512, ((16, 16, 4, 1),)),
+    )
+    for kernel in ("forward", "dq", "dkdv")
+}
+_SMALLEST = (TileConfig(32, 32, 4, 1), TileConfig(32, 16, 4, 1), TileConfig(16, 16, 4, 1))
+_SHORT = (TileConfig(32, 64, 4, 2), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 1))
+_INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
+
+
+def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
+    """Shared memory the compiled kernel takes at most.
+
+    Tiles that stay for the whole program, plus one buffer per stage of what is streamed, plus a tile of probabilities on
+    its way to becoming an operand, plus captured reads the compiler pipelines.
+    """
+    m, n, size = config.BLOCK_M, config.BLOCK_N, problem.element_bytes
+    q_side = m * (problem.qk_pad + (0 if problem.kernel == "forward" else problem.v_pad)) * size
+    kv_side = n * (problem.qk_pad + problem.v_pad) * size
+    kept, streamed = (kv_side, q_side) if problem.kernel == "dkdv" else (q_side, kv_side)
+    uses_shared = problem.target.family != "mma" and size == 2
+    buffers = config.num_stages if uses_shared else max(1, config.num_stages - 1)
+    probabilities = m * n * (size if problem.kernel == "forward" else 2 * size)
+    gathers = problem.gathers * m * n * 4 * config.num_stages
+    rows = 2 * m * 4 * config.num_stages
+    return kept + buffers * streamed + probabilities + gathers + rows + 2048
+
+
+def is_legal(config: TileConfig, problem: TileProblem) -> bool:
+    """Whether a configuration fits the target."""
+    return shared_bytes(config, problem) <= problem.target.shared_bytes
+
+
+def candidates(
+    kernel: str, target: Target, *, element_bytes: int, qk_pad: int, v_pad: int, q_len: int,
+    programs: Sequence[Program | None] = (), options: Any = None,
+) -> tuple[TileConfig, ...]:  # fmt: skip
+    """Configurations of a kernel, best first.
+
+    Args:
+        kernel: 'forward', 'dq' or 'dkdv'.
+        target: Where it will run.
+        element_bytes: Of q, k and v.
+        qk_pad, v_pad: Padded head dims.
+        q_len: Only its size class matters.
+        programs: Score and mask program; captured reads inside the loop cost shared memory.
+        options: A TileOptions of the caller, honoured or refused, never ignored.
+
+    Returns:
+        At least one configuration that fits.
+
+    Raises:
+        OptionError: The caller's tiles do not fit.
+    """
+    gathers = sum(_gathers(p) for p in programs if p is not None)
+    problem = TileProblem(kernel, target, element_bytes, qk_pad, v_pad, q_len <= SHORT_QUERIES, gathers)
+    found = _preferred(problem)
+    return found if options is None else _with_options(problem, found, options)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gathers(program: Program) -> int:
+    """Captured reads whose index moves along both tile axes."""
+    from flexattn.frontend.expr import topological
+
+    loads = [n for n in topological([program.body]) if n.op == "load"]
+    return sum(1 for n in loads if n.deps & _DEP_Q and n.deps & _DEP_KV)
+
+
+@functools.lru_cache(maxsize=1024)
+def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
+    if problem.target.is_interpreter:
+        return _INTERPRETER
+    listed = [c for c in _listed(problem) if is_legal(c, problem)]
+    fallback = [c for c in _SMALLEST if is_legal(c, problem) and c not in listed]
+    return tuple([*listed[: AT_MOST - 1], *fallback[-1:]] if len(listed) < AT_MOST else listed[:AT_MOST]) or _SMALLEST[-1:]
+
+
+def _listed(problem: TileProblem) -> list[TileConfig]:
+    """The preference list of this family, from the row of this head dim on."""
+    families = _SINGLE if problem.element_bytes == 4 else _MMA if problem.target.family == "mma" else _WGMMA
+    rows = [configs for pad, configs in families[problem.kernel] if pad >= problem.pad]
+    listed = [TileConfig(*c) for configs in rows for c in configs]
+    return [*(_SHORT if problem.is_short and problem.kernel == "forward" else ()), *listed]
+
+
+def _with_options(problem: TileProblem, found: tuple[TileConfig, ...], options: Any) -> tuple[TileConfig, ...]:
+    """The caller's tiles in place of the preferred ones. BLOCK_M1/N1 are torch's names for dk and dv, M2/N2 for dq."""
+    suffix = {"forward": "", "dkdv": "1", "dq": "2"}[problem.kernel]
+    given = {name: _option(options, name, suffix) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
+    if all(value is None for value in given.values()):
+        return found
+    base = found[0]
+    config = TileConfig(**{name: value if value is not None else getattr(base, name) for name, value in given.items()})
+    _check_option(config, problem)
+    return (config,)
+
+
+def _option(options: Any, name: str, suffix: str) -> int | None:
+    specific = getattr(options, name + suffix, None) if name.startswith("BLOCK") else None
+    value: int | None = specific if specific is not None else getattr(options, name, None)
+    return value
+
+
+def _check_option(config: TileConfig, problem: TileProblem) -> None:
+    for name in ("BLOCK_M", "BLOCK_N", "num_warps"):
+        value = getattr(config, name)
+        low, high = (1, 16) if name == "num_warps" else (16, 256)
+        if value & (value - 1) or not low <= value <= high:
+            raise OptionError(f"kernel_options {name} must be a power of two from {low} to {high}", given=value)
+    if not 1 <= config.num_stages <= 8:
+        raise OptionError("kernel_options num_stages must be from 1 to 8", given=config.num_stages)
+    needed = shared_bytes(config, problem)
+    if needed > problem.target.shared_bytes:
+        raise OptionError(
+            f"tiles of the {problem.kernel} kernel must fit {problem.target.shared_bytes} bytes of shared memory",
+            given=f"{config}, about {needed} bytes",
+            hint="smaller BLOCK_M or BLOCK_N, or num_stages=1",
+        )
+
+
+def delta_config(v_pad: int) -> TileConfig:
+    """Launch shape of the backward's pre-pass: about 8K elements a program."""
+    return TileConfig(max(16, min(128, 8192 // v_pad)), 16, 4, 1)

@@ -1,0 +1,235 @@
+"""KernelSource -> something that can be launched: writes leaf files, compiles in memory of specs, counts builds.
+
+The idea: triton.jit's own argument binder is bypassed. The compiled kernel is started directly with a flat argument list,
+so nothing about the values of the arguments can trigger another build.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Sequence
+
+import torch
+
+from flexattn.codegen.emit import KernelSource, emit
+from flexattn.codegen.spec import KernelSpec
+from flexattn.errors import CompileError
+from flexattn.runtime import settings, stats
+
+_KERNELS: dict[tuple[KernelSpec, int], Kernel] = {}
+_FAILED: dict[KernelSpec, Exception] = {}
+_LOCK = threading.RLock()
+
+
+class Kernel:
+    """A compiled kernel on one device; call it with the grid and a dict of runtime arguments."""
+
+    def __init__(self, source: KernelSource, compiled: Any) -> None:
+        self.source, self.compiled = source, compiled
+        self.name = source.spec.kernel
+        self.order = tuple(n if n in source.signature else None for n in jit_function(source).arg_names)
+
+    def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
+        """Launches `programs` programs on the current stream; the caller has made `device` current."""
+        if programs <= 0:
+            return
+        values = [None if name is None else _plain(arguments[name]) for name in self.order]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        compiled = self.compiled
+        hooks = _launch_hooks()
+        metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if hooks[0] is not None else None
+        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *values)
+        stats.record_launch(self.name)
+
+
+class InterpretedKernel:
+    """The same interface over Triton's interpreter, for CPU tensors."""
+
+    def __init__(self, source: KernelSource) -> None:
+        self.source, self.name = source, source.spec.kernel
+        self.function = jit_function(source)
+        self.constants = {**source.constexprs, **leaf_arguments(source)}
+
+    def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
+        if programs <= 0:
+            return
+        typed = {name: _typed(arguments[name], kind) for name, kind in self.source.signature.items()}
+        self.function[(programs,)](**typed, **self.constants)
+        stats.record_launch(self.name)
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """A number as the interpreter's scalar of the signature's type, which its own conversion would guess from the value."""
+    if isinstance(kind, tuple):
+        return tuple(_typed(v, k) for v, k in zip(value, kind))
+    if kind.startswith("*") or isinstance(value, torch.Tensor):
+        return value
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    scalar, numpy_type = {"i32": (tl.int32, np.int32), "i64": (tl.int64, np.int64), "fp32": (tl.float32, np.float32)}[kind]
+    return tl.tensor(TensorHandle(np.array([value], dtype=numpy_type), scalar), scalar)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as addresses, tuples item by item."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return tuple(_plain(x) for x in value) if isinstance(value, tuple) else value
+
+
+def _launch_hooks() -> tuple[Any, Any]:
+    from triton import knobs
+
+    return knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+
+# ---------------------------------------------------------------- source to functions
+def jit_function(source: KernelSource) -> Any:
+    """The skeleton's function."""
+    return getattr(importlib.import_module(f"flexattn.codegen.skeletons.{source.module}"), source.function)
+
+
+def leaf_arguments(source: KernelSource) -> dict[str, Any]:
+    """Skeleton parameter -> generated function."""
+    if not source.leaf_text:
+        return {}
+    module = leaf_module(source.leaf_text, source.leaf_hash)
+    return {parameter: getattr(module, name) for parameter, name in source.leaves.items()}
+
+
+def leaf_module(text: str, digest: str) -> ModuleType:
+    """The generated module, written once to the cache folder (by a rename, so that readers never see half a file)."""
+    name = f"flexattn_leaves_{digest}"
+    with _LOCK:
+        if name in sys.modules:
+            return sys.modules[name]
+        path = _write_leaf(text, f"{name}.py")
+        found = importlib.util.spec_from_file_location(name, path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[name] = module
+        try:
+            found.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+
+def _write_leaf(text: str, filename: str) -> Path:
+    folder = settings.cache_dir() / "leaves"
+    path = folder / filename
+    if path.exists() and path.read_text() == text:
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+# ---------------------------------------------------------------- compiling
+def build(source: KernelSource) -> Any:
+    """Compiles for the spec's target with Triton; needs no GPU.
+
+    Returns: triton's CompiledKernel.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = jit_function(source)
+    constants = {**source.constexprs, **leaf_arguments(source)}
+    signature = {name: source.signature.get(name, "constexpr") for name in function.arg_names}
+    attrs = {_path(function.arg_names.index(name), at): [["tt.divisibility", d]] for name, at, d in source.aligned}
+    ast = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(ast, target=GPUTarget("cuda", source.spec.target.arch, 32), options=dict(source.options))
+
+
+def _path(argument: int, position: int | None) -> tuple[int, ...]:
+    return (argument,) if position is None else (argument, position)
+
+
+def kernel_for(spec: KernelSpec, device: torch.device) -> Kernel | InterpretedKernel:
+    """The kernel of a spec on a device, compiled on first use and counted.
+
+    Raises: whatever the compiler or the driver raised, the same again on later calls.
+    """
+    key = (spec, device.index or 0)
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        with _LOCK:
+            kernel = _KERNELS.get(key) or _make(key)
+    return kernel
+
+
+def _make(key: tuple[KernelSpec, int]) -> Any:
+    spec = key[0]
+    if spec in _FAILED:
+        raise _FAILED[spec]
+    try:
+        source = emit(spec)
+        kernel: Any = InterpretedKernel(source) if spec.target.is_interpreter else Kernel(source, _loaded(build(source)))
+    except Exception as error:
+        _FAILED[spec] = error
+        raise
+    config = spec.config
+    stats.record_build(spec.kernel, f"tiles {config.BLOCK_M}x{config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages")
+    _KERNELS[key] = kernel
+    return kernel
+
+
+def _loaded(compiled: Any) -> Any:
+    """Loads the binary on the current device now, so that too large a kernel fails here and not at its launch."""
+    compiled._init_handles()
+    return compiled
+
+
+def first_that_builds(specs: Sequence[KernelSpec], device: torch.device) -> tuple[KernelSpec, Kernel | InterpretedKernel]:
+    """The first spec of a preference list that compiles and fits; each failure is announced.
+
+    Raises:
+        CompileError: none does.
+    """
+    failure: Exception | None = None
+    for spec in specs:
+        try:
+            return spec, kernel_for(spec, device)
+        except Exception as error:  # compilers fail in many ways; the next configuration may still work
+            failure = error
+            config = spec.config
+            settings.warn_once(
+                f"build {spec.kernel} {config} {spec.target.arch}",
+                f"flexattn: the {spec.kernel} kernel with {config} failed to build on sm_{spec.target.arch} "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}); trying the next configuration",
+                settings.FlexPerformanceWarning,
+            )
+    raise CompileError(
+        f"no configuration of the {specs[0].kernel} kernel could be built for sm_{specs[0].target.arch}",
+        given=f"{type(failure).__name__}: {failure}",
+        hint="kernel_options={'BACKEND': 'TORCH'}, or smaller tiles with kernel_options={'BLOCK_M': 16, 'BLOCK_N': 16}",
+    ) from failure
+
+
+def clear() -> None:
+    """Forgets every compiled kernel (for tests)."""
+    with _LOCK:
+        _KERNELS.clear()
+        _FAILED.clear()
+
+
+__all__ = ["InterpretedKernel", "Kernel", "build", "clear", "first_that_builds", "jit_function", "kernel_for", "leaf_module"]

@@ -1,0 +1,43 @@
+"""The device kernels run on: reads torch's device properties, makes a Target and makes a device current."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import ContextManager
+
+import torch
+
+from flexattn.codegen.target import INTERPRETER, Target, target_of
+from flexattn.errors import DeviceError
+
+
+@functools.lru_cache(maxsize=64)
+def target_for(device: torch.device) -> Target:
+    """What the device of the inputs offers; the interpreter for CPU tensors.
+
+    Args:
+        device: A CUDA device with an index, or the CPU.
+
+    Raises:
+        DeviceError: Neither.
+    """
+    if device.type == "cpu":
+        return INTERPRETER
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise DeviceError("kernels run on NVIDIA GPUs", given=str(device), hint="kernel_options={'BACKEND': 'TORCH'}")
+    properties = torch.cuda.get_device_properties(device)
+    known = target_of(properties.major * 10 + properties.minor)
+    return Target(
+        arch=known.arch,
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", known.shared_bytes),
+        processors=properties.multi_processor_count,
+        l2_bytes=getattr(properties, "L2_cache_size", known.l2_bytes),
+    )
+
+
+def current(device: torch.device) -> ContextManager[object]:
+    """Makes the inputs' device the current one, if it is not."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,310 @@
+"""A Problem and a Plan -> kernel launches: picks specs, makes span tables, allocates results, starts kernels.
+
+The idea: a spec holds facts only, so it is found again by a small key of facts (layouts, size classes, mask facts) in the
+plan's memo; what changes from call to call (lengths, strides, captured tensors, numbers) goes in as arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+from flexattn.codegen.spec import (
+    KernelSpec,
+    MaskFacts,
+    TensorLayout,
+    any_wide,
+    capture_layout,
+    fresh_layout,
+    padded,
+    tensor_layout,
+    wide_number,
+)
+from flexattn.codegen.tile_config import TileConfig, candidates, delta_config
+from flexattn.errors import UnsupportedError
+from flexattn.runtime import device as devices
+from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds
+from flexattn.runtime.plan import Plan, Problem, stride_order
+
+Needs = tuple[bool, bool, bool, tuple[bool, ...]]
+_LINE_LIMIT = (1 << 31) - 1
+
+
+class _Chosen(NamedTuple):
+    """A kernel that builds, and its tiles."""
+
+    spec: KernelSpec
+    kernel: Kernel | InterpretedKernel
+
+    @property
+    def config(self) -> TileConfig:
+        return self.spec.config
+
+
+# ---------------------------------------------------------------- public
+def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Runs the forward kernel.
+
+    Args:
+        problem: One call; q, k, v of bfloat16, float16 or float32 with at least one query and one key.
+        plan: Of that call.
+
+    Returns:
+        out [batch, q_heads, q_len, v_dim] in q's dtype and stride order, lse [batch, q_heads, q_len] float32 in natural
+        log, and max_scores of that shape or None.
+
+    Raises:
+        CompileError: No configuration could be built.
+        OptionError: kernel_options names tiles that are not legal here.
+    """
+    q = problem.q
+    with devices.current(q.device):
+        chosen = _choose(problem, plan, "forward", want_max=problem.want_max)
+        out = _unit_like(q, problem.v.shape[3])
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        peaks = torch.empty_like(lse) if problem.want_max else None
+        pairs = q.shape[0] * q.shape[1]
+        walk = _walk(problem, chosen, pairs, transposed=False)
+        arguments = {**_inputs(problem), **walk, "OUT": out, "out_strides": out.stride(), "LSE": lse, "MAX": lse if peaks is None else peaks}
+        _table_stand_in(arguments, lse)
+        chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+    return out, lse, peaks
+
+
+def backward(
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
+    """Runs the backward kernels that are needed.
+
+    Args:
+        problem, plan: Of the forward call.
+        out, lse: What it returned.
+        d_out: Gradient of out, any strides.
+        d_lse: Gradient of lse, or None.
+        needs: Whether q, k, v and each captured tensor of score_mod needs a gradient.
+
+    Returns:
+        Gradients in the inputs' dtypes, None where not needed. dk and dv have k's and v's own batch size: where it is 1
+        they are summed over the batch inside the kernel, in float32.
+    """
+    need_q, need_k, need_v, need_captures = needs
+    with devices.current(problem.q.device):
+        d_out = d_out.to(out.dtype)
+        if not tensor_layout(d_out).is_aligned:
+            d_out = d_out.contiguous()
+        common = _delta(problem, plan, out, lse, d_out, d_lse)
+        dq, sums = _run_dq(problem, plan, common, need_q, need_captures)
+        dk, dv = _run_dkdv(problem, plan, common, need_k, need_v)
+    return dq, dk, dv, sums
+
+
+def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
+    """Makes the span tables a call will look up, and the backward's too if asked, so that backward builds nothing.
+
+    Args:
+        problem, plan: One call that has a block mask.
+        backward: A gradient may be needed.
+    """
+    if problem.block_mask is None:
+        return
+    for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
+        config = _legal(problem, plan, kernel)[0]
+        problem.block_mask.tile_map(config.BLOCK_M, config.BLOCK_N).table(kernel == "dkdv")
+
+
+# ---------------------------------------------------------------- choosing a kernel
+def _choose(problem: Problem, plan: Plan, kernel: str, *, d_out: TensorLayout | None = None, **wants: Any) -> _Chosen:
+    """The kernel for the facts of this call, from the plan's memo or built now."""
+    facts = _facts(problem, plan, d_out)
+    configs = _legal(problem, plan, kernel)
+    key = (kernel, problem.q.device.index, configs, *facts.values(), *wants.values())
+    chosen = plan.memo.get(key)
+    if chosen is None:
+        target = devices.target_for(problem.q.device)
+        specs = [KernelSpec(kernel=kernel, target=target, config=c, **facts, **wants) for c in configs]
+        chosen = plan.memo[key] = _Chosen(*first_that_builds(specs, problem.q.device))
+    return chosen
+
+
+def _facts(problem: Problem, plan: Plan, d_out: TensorLayout | None) -> dict[str, Any]:
+    """Every field of a spec but the kernel, its target and its tiles."""
+    q, k, v = problem.q, problem.k, problem.v
+    q_layout = tensor_layout(q)
+    captures, numbers = _bound(problem)
+    return {
+        "qk_dim": q.shape[3],
+        "v_dim": v.shape[3],
+        "layouts": (q_layout, tensor_layout(k), tensor_layout(v), d_out or q_layout),
+        "score": plan.score,
+        "mask": plan.mask,
+        "facts": MaskFacts(problem.block_mask is not None),
+        "captures": tuple(capture_layout(c) for c in captures),
+        "wide_numbers": tuple(wide_number(n) for n in numbers),
+        "fold_scale": plan.score is None and problem.scale > 0,
+        "precision": "tf32" if plan.tf32 else "ieee",
+        "wide_lengths": any_wide((*q.shape[:3], k.shape[2])),
+    }
+
+
+def _bound(problem: Problem) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
+    """Captured tensors and numbers of the score program, then of the mask program."""
+    bindings = [t.binding for t in (problem.score, problem.mask) if t is not None]
+    return sum((b.captures for b in bindings), ()), sum((b.numbers for b in bindings), ())
+
+
+def _legal(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
+    """Configurations for this call's size class that its mask allows, best first."""
+    q = problem.q
+    programs = (plan.score, plan.mask)
+    options = problem.options.forward if kernel == "forward" else problem.options.backward
+    found = candidates(
+        kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_pad=padded(q.shape[3]),
+        v_pad=padded(problem.v.shape[3]), q_len=q.shape[2], programs=programs, options=options,
+    )  # fmt: skip
+    mask = problem.block_mask
+    if mask is None:
+        return found
+    legal = tuple(c for c in found if mask.legal_tile(c.BLOCK_M, c.BLOCK_N))
+    if not legal:
+        raise UnsupportedError(
+            "no kernel tile divides the block mask's BLOCK_SIZE",
+            given=f"tiles {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in found)}",
+            hint="a BLOCK_SIZE of 128, or create_block_mask from a mask_mod",
+        )
+    return legal
+
+
+# ---------------------------------------------------------------- arguments
+def _inputs(problem: Problem) -> dict[str, Any]:
+    """Arguments every attention kernel has."""
+    q, k, v = problem.q, problem.k, problem.v
+    return {
+        "Q": q, "K": k, "V": v, "q_strides": q.stride(), "k_strides": _kv_strides(k), "v_strides": _kv_strides(v),
+        "scale": float(problem.scale), "q_heads": q.shape[1], "group": q.shape[1] // k.shape[1], "q_len": q.shape[2],
+        "kv_len": k.shape[2], "caps": _flat_captures(problem),
+    }  # fmt: skip
+
+
+def _kv_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of k or v; a batch of 1 serves every query batch."""
+    return (0 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:])
+
+
+def _flat_captures(problem: Problem) -> tuple[Any, ...]:
+    """The tuple the generated functions index: pointer, sizes and strides of each capture, then the numbers."""
+    captures, numbers = _bound(problem)
+    flat: list[Any] = []
+    for c in captures:
+        flat += [c.detach().view(torch.uint8) if c.dtype == torch.bool else c.detach(), *c.shape, *c.stride()]
+    return (*flat, *numbers) or (0,)
+
+
+def _walk(problem: Problem, chosen: _Chosen, pairs: int, *, transposed: bool) -> dict[str, Any]:
+    """The span table of the chosen tiles, and how programs are numbered."""
+    q, k = problem.q, problem.k
+    config = chosen.config
+    length, tile = (k.shape[2], config.BLOCK_N) if transposed else (q.shape[2], config.BLOCK_M)
+    lines = -(-length // tile)
+    walk: dict[str, Any] = {"pairs": pairs, "lines": lines, "batch_step": 0, "head_step": 0}
+    walk["swizzle"] = _swizzle(problem, pairs, lines, transposed)
+    if problem.block_mask is None:
+        return walk
+    tiles = problem.block_mask.tile_map(config.BLOCK_M, config.BLOCK_N)
+    rows, extra = tiles.table(transposed)
+    if transposed and (tiles.heads > 1 or tiles.batch > 1) and pairs != q.shape[0] * q.shape[1]:
+        order = rows[:, :, 0].argsort(1)  # programs that sum over several lines need one order of tiles in all of them
+        rows = rows.gather(1, order[:, :, None].expand(rows.shape))
+    steps = {"batch_step": tiles.heads if tiles.batch > 1 else 0, "head_step": 1 if tiles.heads > 1 else 0}
+    return {**walk, **steps, "ROWS": rows, "EXTRA": extra}
+
+
+def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
+    """How many (batch, head) pairs are worked on together: as many as have what they stream in half of the L2 cache."""
+    q, k, v = problem.q, problem.k, problem.v
+    group = q.shape[1] // k.shape[1]
+    row = (q.shape[3] + v.shape[3]) * q.element_size()
+    streamed = row * (q.shape[2] * group if transposed else k.shape[2])
+    fitting = devices.target_for(q.device).l2_bytes // 2 // max(streamed, 1)
+    together = max(1, fitting) * (1 if transposed else group)
+    return max(1, min(pairs, together, _LINE_LIMIT // max(lines, 1)))
+
+
+def _table_stand_in(arguments: dict[str, Any], anything: Tensor) -> None:
+    """Pointers a kernel without a table does not read."""
+    arguments.setdefault("ROWS", anything)
+    arguments.setdefault("EXTRA", anything)
+
+
+# ---------------------------------------------------------------- backward kernels
+def _delta(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Any]:
+    """Runs the pre-pass; returns the arguments both gradient kernels share."""
+    batch, heads, q_len, v_dim = out.shape
+    target = devices.target_for(out.device)
+    spec = KernelSpec(
+        kernel="delta", target=target, config=delta_config(padded(v_dim)), qk_dim=v_dim, v_dim=v_dim,
+        layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),), has_d_lse=d_lse is not None,
+    )  # fmt: skip
+    _, kernel = first_that_builds([spec], out.device)
+    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    lines = -(-q_len // spec.config.BLOCK_M)
+    arguments = {
+        "OUT": out, "D_OUT": d_out, "LSE": lse, "D_LSE": lse if d_lse is None else d_lse.to(torch.float32).contiguous(),
+        "DELTA": delta, "LSE_LOG2": lse_log2, "out_strides": out.stride(), "d_out_strides": d_out.stride(),
+        "q_heads": heads, "q_len": q_len, "pairs": batch * heads, "lines": lines,
+    }  # fmt: skip
+    kernel(batch * heads * lines, arguments, device=out.device)
+    return {**_inputs(problem), "D_OUT": d_out, "d_out_strides": d_out.stride(), "DELTA": delta, "LSE_LOG2": lse_log2}
+
+
+def _run_dq(
+    problem: Problem, plan: Plan, common: dict[str, Any], need_q: bool, need_captures: Sequence[bool]
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """dq and the sums of captured tensors; no launch where neither is needed."""
+    q = problem.q
+    slots = tuple(i for i, need in enumerate(need_captures) if need)
+    if not need_q and not slots:
+        return None, (None,) * len(need_captures)
+    chosen = _choose(problem, plan, "dq", d_out=tensor_layout(common["D_OUT"]), want_dq=need_q, capture_grads=slots)
+    dq = _unit_like(q, q.shape[3]) if need_q else None
+    captures = problem.captures
+    sums = tuple(torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in slots)
+    stand_in = common["DELTA"]
+    pairs = q.shape[0] * q.shape[1]
+    walk = _walk(problem, chosen, pairs, transposed=False)
+    target = q if dq is None else dq
+    arguments = {**common, **walk, "DQ": target, "dq_strides": target.stride(), "sums": sums or (0,)}
+    _table_stand_in(arguments, stand_in)
+    chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+    by_slot = {slot: total.to(captures[slot].dtype) for slot, total in zip(slots, sums)}
+    return dq, tuple(by_slot.get(i) for i in range(len(need_captures)))
+
+
+def _run_dkdv(problem: Problem, plan: Plan, common: dict[str, Any], need_k: bool, need_v: bool) -> tuple[Tensor | None, Tensor | None]:
+    """dk and dv; no launch where neither is needed."""
+    if not need_k and not need_v:
+        return None, None
+    q, k, v = problem.q, problem.k, problem.v
+    chosen = _choose(problem, plan, "dkdv", d_out=tensor_layout(common["D_OUT"]), want_dk=need_k, want_dv=need_v)
+    dk, dv = (_unit_like(k, k.shape[3]) if need_k else None), (_unit_like(v, v.shape[3]) if need_v else None)
+    pairs = k.shape[0] * k.shape[1]
+    repeats = q.shape[0] * q.shape[1] // pairs
+    walk = _walk(problem, chosen, pairs, transposed=True)
+    dk_target, dv_target = (k if dk is None else dk), (v if dv is None else dv)
+    arguments = {
+        **common, **walk, "DK": dk_target, "DV": dv_target, "dk_strides": dk_target.stride(),
+        "dv_strides": dv_target.stride(), "repeats": repeats,
+    }  # fmt: skip
+    _table_stand_in(arguments, common["DELTA"])
+    chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+    return dk, dv
+
+
+def _unit_like(x: Tensor, dim: int) -> Tensor:
+    """An uninitialised tensor in x's dtype and order of dimensions, but with the last one, `dim`, contiguous."""
+    order = [d for d in stride_order(x) if d != 3] + [3]
+    return torch.empty_permuted((*x.shape[:3], dim), order, dtype=x.dtype, device=x.device)
+
+
+__all__ = ["backward", "forward", "make_tile_maps"]
