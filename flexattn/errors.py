@@ -77,5 +77,9 @@ class StaleMaskError(FlexError, RuntimeError):
     """A BlockMask is asked for a table after the tensors it was built from have changed."""
 
 
+class MaskFunctionError(FlexError, RuntimeError):
+    """A mask function is missing, or something that cannot be called was given as one."""
+
+
 class CompileError(FlexError, RuntimeError):
     """No configuration of a kernel could be compiled."""
