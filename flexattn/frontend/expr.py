@@ -7,7 +7,8 @@ that every later pass sees operands of one data type. Equal structure is the sam
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Hashable, Iterable, NamedTuple, Sequence, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,7 +33,7 @@ class Expr:
     __slots__ = ("op", "args", "attr", "dtype", "deps")
     op: str
     args: tuple[Expr, ...]
-    attr: Hashable
+    attr: Any
     dtype: torch.dtype
     deps: int
 
@@ -40,19 +41,19 @@ class Expr:
         raise AttributeError("expressions are immutable")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _intern, (self.op, self.args, self.attr, self.dtype)
+        return intern, (self.op, self.args, self.attr, self.dtype)
 
     def __repr__(self) -> str:
         return f"Expr({to_text(self)})"
 
-    __add__ = lambda a, b: make("add", a, b)  # noqa: E731
-    __radd__ = lambda a, b: make("add", b, a)  # noqa: E731
-    __sub__ = lambda a, b: make("sub", a, b)  # noqa: E731
-    __rsub__ = lambda a, b: make("sub", b, a)  # noqa: E731
-    __mul__ = lambda a, b: make("mul", a, b)  # noqa: E731
-    __rmul__ = lambda a, b: make("mul", b, a)  # noqa: E731
-    __truediv__ = lambda a, b: make("truediv", a, b)  # noqa: E731
-    __neg__ = lambda a: make("neg", a)  # noqa: E731
+    __add__ = lambda a, b: make("add", a, b)
+    __radd__ = lambda a, b: make("add", b, a)
+    __sub__ = lambda a, b: make("sub", a, b)
+    __rsub__ = lambda a, b: make("sub", b, a)
+    __mul__ = lambda a, b: make("mul", a, b)
+    __rmul__ = lambda a, b: make("mul", b, a)
+    __truediv__ = lambda a, b: make("truediv", a, b)
+    __neg__ = lambda a: make("neg", a)
 
 
 class NumberRef(NamedTuple):
@@ -66,13 +67,13 @@ Operand = Expr | NumberRef | bool | int | float
 _POOL: dict[tuple[Any, ...], Expr] = {}
 
 
-def _intern(op: str, args: tuple[Expr, ...], attr: Hashable, dtype: torch.dtype) -> Expr:
+def intern(op: str, args: tuple[Expr, ...], attr: Any, dtype: torch.dtype) -> Expr:
     shown = attr if not isinstance(attr, float) else attr.hex()  # 0.0 and -0.0 differ, and every nan is the same
     key = (op, args, type(attr), shown, dtype)
     node = _POOL.get(key)
     if node is None:
         node = object.__new__(Expr)
-        deps = _VARIABLES[attr][1] if op == "var" else 0  # type: ignore[index]
+        deps = _VARIABLES[attr][1] if op == "var" else 0
         for a in args:
             deps |= a.deps
         for name, value in (("op", op), ("args", args), ("attr", attr), ("dtype", dtype), ("deps", deps)):
@@ -83,7 +84,7 @@ def _intern(op: str, args: tuple[Expr, ...], attr: Hashable, dtype: torch.dtype)
 
 def var(name: str, dtype: torch.dtype | None = None) -> Expr:
     """One of score, b, h, q_idx, kv_idx (and grad, the upstream gradient, in derivatives); scores may be float64."""
-    return _intern("var", (), name, dtype or _VARIABLES[name][0])
+    return intern("var", (), name, dtype or _VARIABLES[name][0])
 
 
 def const(value: bool | int | float, dtype: torch.dtype) -> Expr:
@@ -94,23 +95,27 @@ def const(value: bool | int | float, dtype: torch.dtype) -> Expr:
         value = int(value)
     else:
         value = float(value)
-    return _intern("const", (), value, dtype)
+    return intern("const", (), value, dtype)
 
 
 def num(slot: int, dtype: torch.dtype) -> Expr:
     """A number argument, read as `dtype`."""
-    return _intern("num", (), slot, dtype)
+    return intern("num", (), slot, dtype)
 
 
 def load(slot: int, storage: torch.dtype, index: Sequence[Expr]) -> Expr:
     """An element of captured tensor `slot`; every integer type is read as int64, so integer expressions never wrap early."""
     integral = not (storage.is_floating_point or storage == torch.bool)
-    return _intern("load", tuple(index), (slot, len(index), str(storage)[6:]), torch.int64 if integral else storage)
+    return intern("load", tuple(index), (slot, len(index), str(storage)[6:]), torch.int64 if integral else storage)
 
 
 # ---------------------------------------------------------------- typing
 def _category(dtype: torch.dtype) -> int:
     return 0 if dtype == torch.bool else 2 if dtype.is_floating_point else 1
+
+
+def is_floating(dtype: torch.dtype) -> bool:
+    return _category(dtype) == 2
 
 
 def _operand_type(x: Operand) -> tuple[torch.dtype | None, int]:
@@ -148,10 +153,10 @@ def convert(x: Operand, dtype: torch.dtype) -> Expr:
     if x.dtype == dtype:
         return x
     if x.op == "const":
-        return const(x.attr, dtype)  # type: ignore[arg-type]
+        return const(x.attr, dtype)
     if x.op == "num" and _category(dtype) == 2 and x.dtype == torch.int64:
-        return num(x.attr, dtype)  # type: ignore[arg-type]
-    return _intern("cast", (x,), None, dtype)
+        return num(x.attr, dtype)
+    return intern("cast", (x,), None, dtype)
 
 
 def make(op: str, *operands: Operand) -> Expr:
@@ -177,7 +182,11 @@ def make(op: str, *operands: Operand) -> Expr:
     if row.domain == "where":
         condition = operands[0]
         dtype = promote(operands[1:])
-        cond = convert(condition, torch.bool) if not (isinstance(condition, Expr) and condition.dtype == torch.bool) else condition
+        cond = (
+            convert(condition, torch.bool)
+            if not (isinstance(condition, Expr) and condition.dtype == torch.bool)
+            else condition
+        )
         return _finish(op, (cond, convert(operands[1], dtype), convert(operands[2], dtype)), dtype)
     dtype = promote(operands)
     kind = _category(dtype)
@@ -186,14 +195,18 @@ def make(op: str, *operands: Operand) -> Expr:
     if row.domain == "float" and kind != 2:
         dtype = torch.get_default_dtype()
     if row.domain in ("logic", "int") and kind == 2:
-        raise TraceError(f"`{op}` needs integers or truth values", given=dtype, hint="compare first, or cast with .to(torch.int64)")
+        raise TraceError(
+            f"`{op}` needs integers or truth values", given=dtype, hint="compare first, or cast with .to(torch.int64)"
+        )
     if row.domain == "int" and kind == 0:
         dtype = torch.int64
     if row.domain == "arith" and kind == 0:
         if op in ("add", "mul", "minimum", "maximum"):  # torch: True + True is True
             return make("or" if op in ("add", "maximum") else "and", *operands)
         if op in ("sub", "neg"):
-            raise TraceError(f"`{op}` is not defined for truth values", hint="use ~ or ^, or cast with .to(torch.int64)")
+            raise TraceError(
+                f"`{op}` is not defined for truth values", hint="use ~ or ^, or cast with .to(torch.int64)"
+            )
         dtype = torch.int64
     result = torch.bool if row.domain in ("compare", "predicate") else dtype
     return _finish(op, tuple(convert(x, dtype) for x in operands), result)
@@ -203,7 +216,7 @@ def _finish(op: str, args: tuple[Expr, ...], dtype: torch.dtype) -> Expr:
     if op not in ("detach",) and all(a.op == "const" for a in args):
         folded = OPS[op].eval(*(torch.tensor(a.attr, dtype=a.dtype) for a in args))
         return const(folded.item(), dtype)
-    return _intern(op, args, None, dtype)
+    return intern(op, args, None, dtype)
 
 
 # ---------------------------------------------------------------- walking
@@ -240,7 +253,7 @@ def rebuild(node: Expr, args: Sequence[Expr]) -> Expr:
     if all(a is b for a, b in zip(node.args, args)):
         return node
     if node.op == "load":
-        return _intern("load", tuple(args), node.attr, node.dtype)
+        return intern("load", tuple(args), node.attr, node.dtype)
     if node.op == "cast":
         return convert(args[0], node.dtype)
     return _finish(node.op, tuple(args), node.dtype)
@@ -256,21 +269,29 @@ def to_text(root: Expr, captures: Sequence[str] = (), numbers: Sequence[str] = (
         if node.op == "const":
             return _number_text(node.attr), 100 if not str(node.attr).startswith("-") else 90
         if node.op == "num":
-            slot = int(node.attr)  # type: ignore[call-overload]
+            slot = int(node.attr)
             return (numbers[slot] if slot < len(numbers) else f"num{slot}"), 100
         if node.op == "load":
-            slot = node.attr[0]  # type: ignore[index]
+            slot = node.attr[0]
             name = captures[slot] if slot < len(captures) else f"cap{slot}"
             return (f"{name}[{', '.join(a for a, _ in args)}]" if args else name), 100
         if node.op == "cast":
             inner = node.args[0].dtype
-            if _category(node.dtype) == 2 and _category(inner) != 2 or node.dtype == torch.int64 and inner == torch.bool:
+            if (
+                _category(node.dtype) == 2
+                and _category(inner) != 2
+                or node.dtype == torch.int64
+                and inner == torch.bool
+            ):
                 return args[0]  # an exact, unsurprising conversion needs no mark
             return f"{str(node.dtype)[6:]}({args[0][0]})", 100
         row = OPS[node.op]
         if row.precedence == 100:
             return row.text.format(*(a for a, _ in args)), 100
-        shown = [text if rank > row.precedence or rank == row.precedence and i == 0 else f"({text})" for i, (text, rank) in enumerate(args)]
+        shown = [
+            text if rank > row.precedence or rank == row.precedence and i == 0 else f"({text})"
+            for i, (text, rank) in enumerate(args)
+        ]
         return row.text.format(*shown), row.precedence
 
     return fold([root], visit)[0][0]

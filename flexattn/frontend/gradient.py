@@ -13,8 +13,8 @@ import torch
 
 from flexattn.frontend.expr import Expr, const, convert, make, topological, var
 from flexattn.frontend.ops import OPS
+from flexattn.frontend.program import Program
 from flexattn.frontend.simplify import simplify
-from flexattn.frontend.trace import Program
 
 
 class CaptureGradient(NamedTuple):
@@ -73,8 +73,11 @@ def score_gradient(program: Program) -> ScoreGradient:
     dtype = program.body.dtype
     zero = const(0.0, dtype)
     d_score = simplify(upstream.get(var("score", dtype), zero))
-    found = tuple(CaptureGradient(int(n.attr[0]), n, simplify(upstream[n]))  # type: ignore[index]
-                  for n in order if n.op == "load" and n in upstream and program.captures[n.attr[0]].requires_grad)  # type: ignore[index]
+    found = tuple(
+        CaptureGradient(int(n.attr[0]), n, simplify(upstream[n]))
+        for n in order
+        if n.op == "load" and n in upstream and program.captures[n.attr[0]].requires_grad
+    )
     return ScoreGradient(d_score, found)
 
 
@@ -82,7 +85,13 @@ def _needed(program: Program, order: list[Expr]) -> set[Expr]:
     """Nodes below which the score or a differentiable capture lies."""
     needed: set[Expr] = set()
     for node in order:
-        leaf = node.op == "var" and node.attr == "score" or node.op == "load" and program.captures[node.attr[0]].requires_grad and node.dtype.is_floating_point  # type: ignore[index]
+        leaf = (
+            node.op == "var"
+            and node.attr == "score"
+            or node.op == "load"
+            and program.captures[node.attr[0]].requires_grad
+            and node.dtype.is_floating_point
+        )
         if leaf or node.op != "load" and any(a in needed for a in node.args):
             needed.add(node)
     return needed

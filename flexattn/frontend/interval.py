@@ -6,13 +6,13 @@ through their minimum and maximum over an index range (`Table`), so a fold over 
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from flexattn.frontend.expr import Expr, fold, topological
 from flexattn.frontend.ops import OPS, Pair
-from flexattn.frontend.trace import Binding, Program
+from flexattn.frontend.program import Binding, Program
 
 _GROUPS = 1 << 14  # a table's range structure has at most this many groups, whatever its length
 
@@ -23,7 +23,9 @@ class Table:
     def __init__(self, tensor: torch.Tensor) -> None:
         data = tensor.detach()
         self.shape = tuple(data.shape)
-        self.data = (data if data.dtype.is_floating_point or data.dtype == torch.bool else data.to(torch.int64)).reshape(-1)
+        self.data = (
+            data if data.dtype.is_floating_point or data.dtype == torch.bool else data.to(torch.int64)
+        ).reshape(-1)
         if data.dtype == torch.bool:
             self.data = self.data.to(torch.uint8)
         self.is_bool = data.dtype == torch.bool
@@ -100,11 +102,11 @@ class Table:
         return self._sets[level, a] | self._sets[level, z - (1 << level) + 1]
 
 
-def _doubling(first: torch.Tensor, join: object) -> torch.Tensor:
+def _doubling(first: torch.Tensor, join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     rows, step = [first], 1
     while 2 * step <= len(first):
         last = rows[-1]
-        rows.append(torch.cat([join(last[:-step], last[step:]), last[-step:]]))  # type: ignore[operator]
+        rows.append(torch.cat([join(last[:-step], last[step:]), last[-step:]]))
         step *= 2
     return torch.stack(rows)
 
@@ -144,7 +146,9 @@ def _load_bounds(table: Table, node: Expr, index: list[Pair]) -> Pair:
     return (lo.to(torch.bool), hi.to(torch.bool)) if table.is_bool else (lo, hi)
 
 
-def bounds(program: Program, tables: Tables, *, b: Pair, h: Pair, q_idx: Pair, kv_idx: Pair, sets: bool = False) -> Pair:
+def bounds(
+    program: Program, tables: Tables, *, b: Pair, h: Pair, q_idx: Pair, kv_idx: Pair, sets: bool = False
+) -> Pair:
     """Whether the mask must hold at every point of each box, and whether it may hold at some.
 
     Args:
@@ -165,14 +169,14 @@ def bounds(program: Program, tables: Tables, *, b: Pair, h: Pair, q_idx: Pair, k
 
     def visit(node: Expr, args: list[Pair]) -> Pair:
         if node.op == "var":
-            return variables[node.attr]  # type: ignore[index]
+            return variables[node.attr]
         if node.op in ("const", "num"):
-            value = node.attr if node.op == "const" else tables.binding.numbers[node.attr]  # type: ignore[index]
+            value = node.attr if node.op == "const" else tables.binding.numbers[node.attr]
             leaf = torch.tensor(value, dtype=node.dtype, device=device)
             return leaf, leaf
         if node.op == "load":
             reads[node] = args
-            return _load_bounds(tables[node.attr[0]], node, args)  # type: ignore[index]
+            return _load_bounds(tables[node.attr[0]], node, args)
         if node.op == "cast":
             lo, hi = OPS["cast"].bounds(args[0], node.dtype)
         else:
@@ -180,7 +184,11 @@ def bounds(program: Program, tables: Tables, *, b: Pair, h: Pair, q_idx: Pair, k
         if node.dtype.is_floating_point:  # one NaN end means nothing is known
             bad = torch.isnan(lo) | torch.isnan(hi)
             lo, hi = torch.where(bad, torch.nan, lo), torch.where(bad, torch.nan, hi)
-        elif sets and node.op in ("eq", "ne") and all(a.op == "load" and a.args and a.dtype == torch.int64 for a in node.args):
+        elif (
+            sets
+            and node.op in ("eq", "ne")
+            and all(a.op == "load" and a.args and a.dtype == torch.int64 for a in node.args)
+        ):
             lo, hi = _set_bounds(node, reads, tables, (lo, hi))
         return lo, hi
 
@@ -191,7 +199,7 @@ def _set_bounds(node: Expr, reads: dict[Expr, list[Pair]], tables: Tables, pair:
     """Sharper bounds of table[a] == table[b]: ranges with no value in common are unequal."""
     found = []
     for side in node.args:
-        table = tables[side.attr[0]]  # type: ignore[index]
+        table = tables[side.attr[0]]
         lo, hi, outside = table.flat_range(reads[side])
         values = table.values(lo, hi)
         found.append(values if outside is None else torch.where(outside, -1, values))
@@ -200,10 +208,17 @@ def _set_bounds(node: Expr, reads: dict[Expr, list[Pair]], tables: Tables, pair:
 
 
 # ---------------------------------------------------------------- magnitude: is 32-bit arithmetic enough?
-_GROWTH = {"add": lambda a, b: a + b, "sub": lambda a, b: a + b, "mul": lambda a, b: a * b, "lshift": lambda a, b: a << min(b, 64)}
+_GROWTH = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "lshift": lambda a, b: a << min(b, 64),
+}
 
 
-def magnitude(program: Program, binding: Binding, *, batch: int, heads: int, q_len: int, kv_len: int, body: Expr | None = None) -> int:
+def magnitude(
+    program: Program, binding: Binding, *, batch: int, heads: int, q_len: int, kv_len: int, body: Expr | None = None
+) -> int:
     """The largest absolute value an integer node can take at real indices, without reading any captured tensor.
 
     Loads count with the range of their storage type, so contents never decide; loads of int64 count as 2**31 - 1, since
@@ -217,10 +232,10 @@ def magnitude(program: Program, binding: Binding, *, batch: int, heads: int, q_l
         if node.op == "var":
             value = sizes.get(str(node.attr), 1)
         elif node.op in ("const", "num"):
-            raw = node.attr if node.op == "const" else binding.numbers[node.attr]  # type: ignore[index]
-            value = abs(int(raw)) if node.dtype == torch.int64 else 1  # type: ignore[call-overload]
+            raw = node.attr if node.op == "const" else binding.numbers[node.attr]
+            value = abs(int(raw)) if node.dtype == torch.int64 else 1
         elif node.op == "load":
-            bits = torch.iinfo(binding.captures[node.attr[0]].dtype).bits if node.dtype == torch.int64 else 1  # type: ignore[index]
+            bits = torch.iinfo(binding.captures[node.attr[0]].dtype).bits if node.dtype == torch.int64 else 1
             value = (1 << min(bits, 32) - 1) - 1 if bits > 1 else 1
         elif node.dtype != torch.int64:
             value = 1

@@ -11,9 +11,13 @@ from __future__ import annotations
 import functools
 import math
 import types
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from flexattn.errors import TraceError
+from flexattn.frontend.source import user_source
 
 _CONTAINER_LIMIT = 64  # longer lists of numbers are data, not settings; capture a tensor
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -66,7 +70,7 @@ class View:
         object.__setattr__(self, "_tagger", tagger)
 
     @property
-    def __class__(self) -> Any:  # so that isinstance and super() see the original
+    def __class__(self) -> Any:  # type: ignore[override]  # so that isinstance and super() see the original
         return type(object.__getattribute__(self, "_target"))
 
     def __getattribute__(self, name: str) -> Any:
@@ -75,9 +79,32 @@ class View:
         target = object.__getattribute__(self, "_target")
         tagger = object.__getattribute__(self, "_tagger")
         value = getattr(target, name)
-        if isinstance(value, types.MethodType) and value.__self__ is target and isinstance(value.__func__, types.FunctionType):
+        if (
+            isinstance(value, types.MethodType)
+            and value.__self__ is target
+            and isinstance(value.__func__, types.FunctionType)
+        ):
             return types.MethodType(tagger.function(value.__func__), self)
         return tagger.value(value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        target = object.__getattribute__(self, "_target")
+        return object.__getattribute__(self, "_tagger")._callable(target)(*args, **kwargs)
+
+
+class _NoCustomGradient:
+    """Stands in for an autograd.Function, whose own backward a trace could not honour."""
+
+    def __init__(self, function: type) -> None:
+        self.function = function
+
+    def apply(self, *args: Any) -> None:
+        where = user_source()
+        raise TraceError(
+            f"autograd.Function {self.function.__name__} cannot be used in a mod: its backward would be lost",
+            hint="write the function with torch operations; its derivative is derived",
+            where=str(where) if where else None,
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,15 +159,22 @@ class Tagger:
         if kind is types.FunctionType:
             return self.function(x)
         if kind in (tuple, list) and len(x) <= _CONTAINER_LIMIT:
-            return kind(self.value(i) for i in x)
+            items = [self.value(i) for i in x]
+            return x if all(a is b for a, b in zip(items, x)) else kind(items)
         if kind is dict and len(x) <= _CONTAINER_LIMIT:
-            return {k: self.value(v) for k, v in x.items()}
+            values = {k: self.value(v) for k, v in x.items()}
+            return x if all(values[k] is v for k, v in x.items()) else values
         if kind is functools.partial:
-            return functools.partial(self.value(x.func), *map(self.value, x.args), **{k: self.value(v) for k, v in x.keywords.items()})
+            return functools.partial(
+                self.value(x.func), *map(self.value, x.args), **{k: self.value(v) for k, v in x.keywords.items()}
+            )
         if kind is types.MethodType and isinstance(x.__func__, types.FunctionType):
-            return types.MethodType(self.function(x.__func__), self.value(x.__self__))
+            owner = View(x.__self__, self) if self._is_settings(x.__self__) else x.__self__
+            return types.MethodType(self.function(x.__func__), owner)
+        if isinstance(x, type) and issubclass(x, torch.autograd.Function):
+            return _NoCustomGradient(x)
         if self._is_settings(x):
-            return self._callable(x) if callable(x) else View(x, self)
+            return View(x, self)
         return x
 
     @staticmethod
@@ -149,9 +183,13 @@ class Tagger:
         cls = type(x)
         if isinstance(x, (torch.Tensor, type, types.ModuleType)) or not hasattr(x, "__dict__"):
             return False
-        if cls.__module__.split(".")[0] in ("flexattn", "torch", "builtins", "numpy") and not isinstance(x, torch.nn.Module):
+        if cls.__module__.split(".")[0] in ("flexattn", "torch", "builtins", "numpy") and not isinstance(
+            x, torch.nn.Module
+        ):
             return getattr(cls, "_flexattn_view", False)
-        return isinstance(x, torch.nn.Module) or not any(hasattr(cls, n) for n in ("__getitem__", "__add__", "__array__"))
+        return isinstance(x, torch.nn.Module) or not any(
+            hasattr(cls, n) for n in ("__getitem__", "__add__", "__array__")
+        )
 
     def _callable(self, x: Any) -> Any:
         """A callable object: its __call__ (a module's forward) as a function of a view."""
@@ -167,8 +205,10 @@ class Tagger:
             return fn
         literals, names = _code_facts(fn.__code__)
         self.literals.update(literals)
-        copy = self._copies[fn] = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, fn.__closure__)
-        replaced = {n: v for n in names if n in fn.__globals__ and (v := self.value(fn.__globals__[n])) is not fn.__globals__[n]}
+        self._copies[fn] = fn  # while its cells are copied: a recursive function keeps calling the original
+        replaced = {
+            n: v for n in names if n in fn.__globals__ and (v := self.value(fn.__globals__[n])) is not fn.__globals__[n]
+        }
         closure = fn.__closure__ and tuple(self._cell(c) for c in fn.__closure__)
         space = _Globals(fn.__globals__, replaced) if replaced else fn.__globals__
         copy = types.FunctionType(fn.__code__, space, fn.__name__, None, closure)

@@ -13,7 +13,8 @@ adding a row; a missing cell fails a test. Cells are plain functions of whatever
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,12 +115,15 @@ def _has_zero(a: Pair) -> Any:
     return (a[0] <= 0) & (a[1] >= 0)
 
 
+def _has_infinity(a: Pair) -> Any:
+    return torch.isinf(a[0]) | torch.isinf(a[1])
+
+
 def _mul_bounds(a: Pair, b: Pair) -> Pair:
     out = corners(torch.mul)(a, b)
     if not a[0].is_floating_point():
         return out
-    infinite = lambda x: torch.isinf(x[0]) | torch.isinf(x[1])  # noqa: E731
-    return _spoil(out, (_has_zero(a) & infinite(b)) | (_has_zero(b) & infinite(a)))
+    return _spoil(out, (_has_zero(a) & _has_infinity(b)) | (_has_zero(b) & _has_infinity(a)))
 
 
 def _truediv_bounds(a: Pair, b: Pair) -> Pair:
@@ -155,8 +159,7 @@ def _mod_bounds(a: Pair, b: Pair) -> Pair:
     if a[0].is_floating_point():
         wide = torch.minimum(b[0], torch.zeros_like(b[0])), torch.maximum(b[1], torch.zeros_like(b[1]))
         bad = _has_zero(b) | torch.isnan(a[0]) | torch.isinf(a[0]) | torch.isinf(a[1]) | torch.isinf(b[0]) | torch.isinf(b[1])
-        lo, hi = torch.broadcast_tensors(wide[0] + 0 * a[0], wide[1] + 0 * a[0])
-        return _spoil((lo, hi), bad)
+        return _spoil((wide[0] + 0 * a[0], wide[1] + 0 * a[0]), bad)
     m = torch.where(b[0] == 0, 1, b[0])
     first = torch.floor_divide(a[0], m)
     same = (first == torch.floor_divide(a[1], m)) & (b[0] == b[1]) & (b[0] != 0)

@@ -5,8 +5,9 @@ Only rules that change no value for any input (NaN and infinities included) are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -46,7 +47,15 @@ def _mul_one(e: Expr) -> Expr | None:
 
 
 def _div_one(e: Expr) -> Expr | None:
-    return e.args[0] if e.op == "truediv" and _is(e.args[1], 1) or e.op == "floordiv" and e.dtype == torch.int64 and _is(e.args[1], 1) else None
+    return (
+        e.args[0]
+        if e.op == "truediv"
+        and _is(e.args[1], 1)
+        or e.op == "floordiv"
+        and e.dtype == torch.int64
+        and _is(e.args[1], 1)
+        else None
+    )
 
 
 def _mod_one(e: Expr) -> Expr | None:
@@ -110,7 +119,11 @@ def _bool_round_trip(e: Expr) -> Expr | None:
     if e.op != "ne" or not _is(e.args[1], 0):
         return None
     inner = e.args[0]
-    return inner.args[0] if inner.op == "cast" and inner.dtype == torch.int64 and inner.args[0].dtype == torch.bool else None
+    return (
+        inner.args[0]
+        if inner.op == "cast" and inner.dtype == torch.int64 and inner.args[0].dtype == torch.bool
+        else None
+    )
 
 
 RULES = (

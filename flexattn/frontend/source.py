@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SKIP = (_PACKAGE, f"{os.sep}torch{os.sep}")
@@ -25,19 +27,19 @@ class Source(NamedTuple):
 
 def user_source() -> Source | None:
     """The innermost frame outside flexattn and torch, or None."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) and not any(part in name for part in _SKIP[1:]):
             return Source(name, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
 def function_source(fn: Callable[..., object]) -> Source | None:
     """Where a callable was defined, or None for builtins."""
     fn = getattr(fn, "func", fn)
-    code = getattr(fn, "__code__", None) or getattr(getattr(type(fn), "__call__", None), "__code__", None)
+    code = getattr(fn, "__code__", None) or getattr(vars(type(fn)).get("__call__"), "__code__", None)
     return Source(code.co_filename, code.co_firstlineno) if code else None
 
 

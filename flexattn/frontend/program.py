@@ -1,0 +1,69 @@
+"""What tracing yields: a Program (structure, hashable) and a Binding (this call's tensors and numbers).
+
+A program knows of its captures only data type and rank: sizes, strides and contents are the binding's, so they never build a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from flexattn.frontend.expr import Expr, to_text
+from flexattn.frontend.source import Source
+
+
+class CaptureInfo(NamedTuple):
+    """What a program knows of a captured tensor: never its size, strides or contents."""
+
+    dtype: torch.dtype
+    rank: int
+    requires_grad: bool
+
+
+class Program:
+    """The structure of a mod: equal and hash-equal iff the same computation on the same kinds of captures and numbers."""
+
+    __slots__ = ("kind", "body", "captures", "numbers", "sources", "name", "_key", "_hash")
+
+    def __init__(
+        self,
+        kind: str,
+        body: Expr,
+        captures: tuple[CaptureInfo, ...] = (),
+        numbers: tuple[str, ...] = (),
+        *,
+        sources: Mapping[Expr, Source] | None = None,
+        name: str = "mod",
+    ) -> None:
+        self.kind, self.body, self.captures, self.numbers = kind, body, captures, numbers
+        self.sources, self.name = sources or {}, name
+        self._key = (kind, body, captures, numbers)
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return to_text(self.body)
+
+    def __repr__(self) -> str:
+        return f"Program({self.kind} {self.name}: {self})"
+
+
+class Binding(NamedTuple):
+    """One call's values: captured tensors and numbers, in order of first use."""
+
+    captures: tuple[torch.Tensor, ...]
+    numbers: tuple[int | float, ...]
+
+
+class Traced(NamedTuple):
+    """A program and what it is bound to."""
+
+    program: Program
+    binding: Binding

@@ -1,0 +1,127 @@
+"""Interval proofs: sound on random masks and boxes, tables exact where promised."""
+
+import time
+
+import pytest
+import torch
+
+from flexattn.frontend.evaluate import evaluate
+from flexattn.frontend.interval import Table, Tables, bounds, magnitude
+from flexattn.frontend.trace import trace
+
+ZERO = torch.zeros((), dtype=torch.int64)
+
+
+def check_sound(mask, q_len, kv_len, block, sets=False):
+    """Every block's proof agrees with brute force; returns how many blocks were decided."""
+    traced = trace(mask, "mask")
+    q, k = torch.arange(q_len), torch.arange(kv_len)
+    dense = evaluate(*traced, b=ZERO, h=ZERO, q_idx=q[:, None], kv_idx=k[None]).expand(q_len, kv_len)
+    ql, kl = q[::block], k[::block]
+    qb = ql[:, None], torch.clamp(ql + block, max=q_len)[:, None] - 1
+    kb = kl[None], torch.clamp(kl + block, max=kv_len)[None] - 1
+    must, may = bounds(
+        traced.program, Tables(traced.binding), b=(ZERO, ZERO), h=(ZERO, ZERO), q_idx=qb, kv_idx=kb, sets=sets
+    )
+    must, may = must.expand(len(ql), len(kl)), may.expand(len(ql), len(kl))
+    for i in range(len(ql)):
+        for j in range(len(kl)):
+            cell = dense[i * block : (i + 1) * block, j * block : (j + 1) * block]
+            assert not must[i, j] or cell.all(), (i, j)
+            assert may[i, j] or not cell.any(), (i, j)
+    return int((must | ~may).sum()), must.numel()
+
+
+def test_usual_masks_are_decided_off_the_diagonal():
+    ids = torch.arange(100) // 23
+    for mask in (
+        lambda b, h, q, k: q >= k,
+        lambda b, h, q, k: (q >= k) & (q - k < 9),
+        lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k),
+        lambda b, h, q, k: (k < 13) | (q >= k),
+        lambda b, h, q, k: q // 16 == k // 16,
+    ):
+        decided, total = check_sound(mask, 100, 100, 8)
+        assert decided >= total // 2
+
+
+def test_value_sets_decide_unsorted_documents():
+    ids = torch.tensor([3, 1, 3, 2, 0]).repeat_interleave(64)
+    mask = lambda b, h, q, k: ids[q] == ids[k]
+    assert check_sound(mask, 320, 320, 64, sets=True)[0] == 25
+
+
+def random_mask(generator):
+    """A random predicate over indices, tables, division, bits and selection."""
+
+    def r(n):
+        return int(torch.randint(0, n, (), generator=generator))
+
+    table = torch.randint(-5, 60, (50,), generator=generator)
+    flags = torch.rand(50, generator=generator) < 0.3
+    values = torch.randn(50, generator=generator)
+    plan = [(r(12), r(100) - 50, r(7) + 1) for _ in range(4)]
+
+    def integer(q, k, step):
+        kind, c, d = step
+        return [
+            q,
+            k,
+            q - k,
+            q + k,
+            q // d,
+            k % d,
+            (q - k) // d,
+            (q - k) % -d,
+            table[q],
+            table[k % 50],
+            (q ^ k),
+            q * d - k,
+        ][kind] + (c if kind % 3 else 0)
+
+    def mask(b, h, q, k):
+        a, c, d, e = (integer(q, k, s) for s in plan)
+        m = torch.where(flags[q], a > c, d <= e)
+        m = m | (values[k] * 0.5 > values[q]) if plan[0][0] % 2 else m & ((a & 7) != (c & 3))
+        return m ^ flags[k] if plan[1][0] % 3 == 0 else m
+
+    return mask
+
+
+def test_random_masks_within_a_time_budget():
+    seed = int(time.time())
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    end, count = time.time() + 4, 0
+    while time.time() < end or count < 3:
+        check_sound(random_mask(generator), 50, 50, 7, sets=count % 2 == 0)
+        count += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 63, 1000, 40_000])
+def test_table_ranges(n, dtype):
+    torch.manual_seed(n)
+    data = torch.randint(0, 200, (n,)).to(dtype)
+    for values in (data, data.sort().values):
+        table = Table(values)
+        lo = torch.randint(0, n, (200,))
+        hi = torch.maximum(lo, torch.clamp(lo + torch.randint(0, n, (200,)), max=n - 1))
+        least, most = table.range(lo, hi)
+        for a, z, x, y in zip(lo.tolist(), hi.tolist(), least.tolist(), most.tolist()):
+            piece = values[a : z + 1]
+            if n <= 1000 or table.is_sorted:
+                assert x == piece.min().item() and y == piece.max().item()
+            assert x <= piece.min().item() and y >= piece.max().item()
+
+
+def test_nan_in_a_table_proves_nothing():
+    data = torch.tensor([1.0, float("nan"), 2.0, 3.0])
+    mask = lambda b, h, q, k: data[k] < 10
+    check_sound(mask, 4, 4, 2)
+
+
+def test_magnitude_covers_index_arithmetic():
+    traced = trace(lambda b, h, q, k: q * 1000 + k < 7, "mask")
+    assert magnitude(*traced, batch=1, heads=1, q_len=3_000_000, kv_len=5) >= 3_000_000_000
+    assert magnitude(*trace(lambda b, h, q, k: q >= k, "mask"), batch=1, heads=1, q_len=5, kv_len=9) == 9
