@@ -13,7 +13,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "flexattn"
 FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may import those to its left
 # Order inside frontend is import order, as the design lists it.
-FRONTEND = ["source", "ops", "expr", "trace", "simplify", "interval", "symbolic", "gradient", "tile_map", "block_mask", "display"]
+FRONTEND = [
+    "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate", "interval",
+    "symbolic", "gradient", "tile_map", "algebra", "block_lists", "block_mask", "display",
+]  # fmt: skip
 HEAVY = ["triton", "sympy", "matplotlib", "torch._dynamo", "torch._inductor", "numpy.testing", "IPython"]
 
 
