@@ -23,7 +23,7 @@ from flexattn.runtime.options import DEFAULT, BackendError, KernelOptions
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
-    from flexattn.frontend.trace import Program, Traced
+    from flexattn.frontend.program import Program, Traced
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDE = 2**31  # element offsets from here on need 64-bit arithmetic
@@ -194,9 +194,8 @@ def choose_backend(dtype: torch.dtype, device: Device, wanted: str, *, interpret
     obstacle = _triton_obstacle(dtype, device, interpret=interpret and wanted != "AUTO")
     if wanted != "AUTO":
         if obstacle is not None:
-            raise BackendError(
-                f"BACKEND={wanted!r} was specified but cannot be used for this input", given=obstacle, hint="BACKEND='AUTO'"
-            )
+            hint = "BACKEND='AUTO'" + (", or TRITON_INTERPRET=1 in the environment" if device.type == "cpu" else "")
+            raise BackendError(f"BACKEND={wanted!r} was specified but cannot be used for this input", given=obstacle, hint=hint)
         return "triton", f"BACKEND={wanted!r} was asked for"
     if obstacle is None:
         return "triton", f"{device.type} {device.capability[0]}.{device.capability[1]}, {_name(dtype)}"
@@ -211,7 +210,7 @@ def choose_backend(dtype: torch.dtype, device: Device, wanted: str, *, interpret
 
 def _triton_obstacle(dtype: torch.dtype, device: Device, *, interpret: bool) -> str | None:
     if device.type != "cuda" and not (device.type == "cpu" and interpret):
-        return f"{device.type} tensors" + (" without TRITON_INTERPRET=1" if device.type == "cpu" else "")
+        return f"{device.type} tensors"
     if dtype not in _KERNEL_DTYPES:
         return f"{_name(dtype)} has no kernel"
     if not _has_triton():

@@ -1,6 +1,6 @@
 """Counters that prove what was traced, planned, built and launched, with the reasons.
 
-Reads nothing; the rest of the runtime calls the `record_*` functions, each one dictionary update. A number, a length, a
+The rest of the runtime calls the `record_*` functions, each one dictionary update; tile maps report themselves. A number, a length, a
 batch size or a captured tensor that changes must leave `builds` as it was: that is what the counters are there to show.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
+
+from flexattn.frontend import tile_map
 
 _EVENTS_KEPT = 256
 
@@ -102,7 +104,11 @@ def record_launch(kernel: str) -> None:
         _NOW.launches[kernel] += 1
 
 
-def record_mask_build(how: str) -> None:
-    """Counts a tile map that was built."""
+def record_mask_build(built: tile_map.TileMap) -> None:
+    """Counts a tile map that was decided: by bounds and witnesses alone, or with some pairs evaluated."""
+    evaluated = any(count for name, count in built.decided.items() if name.endswith("by_evaluation"))
     with _LOCK:
-        _NOW.mask_builds[how] += 1
+        _NOW.mask_builds["partly evaluated" if evaluated else "proved"] += 1
+
+
+tile_map.ON_BUILD.append(record_mask_build)

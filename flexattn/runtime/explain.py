@@ -1,0 +1,174 @@
+"""explain(): what one call of flex_attention understood, chose and generated, as text.
+
+Reads the same arguments as the call, walks the same first three hops, and launches nothing. What it says is what the call
+would do: the programs as math with the values bound to them, the tile map and how it was decided, the backend and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexattn import codegen
+from flexattn.codegen.emit import KernelSource, emit
+from flexattn.codegen.spec import KernelSpec, padded
+from flexattn.codegen.target import target_of
+from flexattn.codegen.tile_config import TileConfig, candidates
+from flexattn.frontend.source import Source
+from flexattn.frontend.trace import trace
+from flexattn.runtime import launch, settings
+from flexattn.runtime.attention import prepare
+from flexattn.runtime.autograd import is_empty
+from flexattn.runtime.device import target_for
+from flexattn.runtime.plan import Plan, Problem
+
+if TYPE_CHECKING:
+    from flexattn.frontend.block_mask import BlockMask
+    from flexattn.frontend.tile_map import TileMap
+    from flexattn.frontend.program import Traced
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    mask_mod: Callable[..., Any] | None = None,
+) -> str:
+    """What flex_attention would do with these arguments, and why.
+
+    Args:
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod: as in flex_attention.
+    Returns: text: inputs, programs as math with their numbers and captured tensors, the tile map and how it was decided,
+        the backend and its reason, and the generated functions (on a machine without a GPU, what an H100 would get).
+    Raises: what flex_attention raises for these arguments.
+    Example:
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> print(flexattn.explain(x, x, x, lambda score, b, h, q_idx, kv_idx: score * 2))  # doctest: +SKIP
+        query  [1, 1, 4, 8] float32 cpu
+        ...
+    """
+    problem, plan = prepare(
+        (query, key, value), score_mod, (block_mask, mask_mod), scale=scale, enable_gqa=enable_gqa, options=kernel_options
+    )
+    lines = [*_inputs(problem), "", *_program("score_mod", problem.score, score_mod), *_mask(problem, mask_mod), ""]
+    return "\n".join([*lines, *_choice(plan), "", *_generated(problem, plan)])
+
+
+def _inputs(problem: Problem) -> Iterator[str]:
+    for name, x in (("query", problem.q), ("key", problem.k), ("value", problem.v)):
+        yield f"{name:<6} {list(x.shape)} {_dtype(x)} {x.device}"
+    yield f"scale  {problem.scale:g}"
+    if problem.k.shape[1] and (group := problem.q.shape[1] // problem.k.shape[1]) > 1:
+        yield f"heads  {group} query heads share one key/value head"
+
+
+def _program(name: str, traced: Traced | None, given: Any) -> Iterator[str]:
+    if traced is None:
+        yield f"{name}: " + ("none" if given is None else "changes nothing, left out")
+        return
+    program, binding = traced
+    yield f"{name} = {program}"
+    for slot, (kind, value) in enumerate(zip(program.numbers, binding.numbers)):
+        yield f"  num{slot} = {value!r} ({kind}, an argument: another value builds nothing)"
+    for slot, capture in enumerate(binding.captures):
+        gradient = ", gradient wanted" if capture.requires_grad else ""
+        yield f"  cap{slot}: {list(capture.shape)} {_dtype(capture)} {capture.device}{gradient}"
+    for line in _source_lines(given, program.kind):
+        yield f"  written at {line}"
+
+
+def _source_lines(mod: Any, kind: str) -> list[str]:
+    """The distinct places in user code a mod's program came from, at most five."""
+    if mod is None:
+        return []
+    sources = trace(mod, kind, sources=True).program.sources.values()
+    return sorted({str(s) for s in sources if isinstance(s, Source)})[:5]
+
+
+def _mask(problem: Problem, mask_mod: Any) -> Iterator[str]:
+    if problem.block_mask is None:
+        yield "mask: none, every pair is kept"
+        return
+    yield from _program("mask_mod", problem.mask, mask_mod)
+    if not is_empty(problem):
+        yield from _tile_map(_any_tile_map(problem.block_mask))
+
+
+def _any_tile_map(mask: BlockMask) -> TileMap:
+    """The mask's map at its own block size, which every mask has."""
+    return mask.tile_map(*mask.BLOCK_SIZE)
+
+
+def _tile_map(tiles: TileMap) -> Iterator[str]:
+    groups, total = tiles.batch * tiles.heads, tiles.batch * tiles.heads * tiles.rows * tiles.cols
+    full, partial = tiles.full.tiles(), tiles.partial.tiles()
+    shared = "shared by every batch entry and head" if groups == 1 else f"{tiles.batch} x {tiles.heads} (batch, heads)"
+    share = (lambda n: f"{n} ({n / total:.1%})") if total else str
+    yield f"tile map: {tiles.rows} x {tiles.cols} tiles of {tiles.q_block} x {tiles.kv_block}, {shared}"
+    yield f"  full {share(full)}, partial {share(partial)}, skipped {share(total - full - partial)}"
+    yield f"  density: {tiles.density():.2%} of the pairs are kept"
+    how = {name: n for name, n in tiles.decided.items() if isinstance(n, int) and n and name != "tiles"}
+    if how:
+        yield "  decided: " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in how.items())
+
+
+def _choice(plan: Plan) -> Iterator[str]:
+    yield f"backend: {plan.backend}, because {plan.reason}"
+    if plan.backend == "torch":
+        yield "  block-sparse torch operations, forward and backward; memory grows with length x block"
+    if plan.options.strict_nan:
+        yield "  strict_nan: a NaN at a masked position stays where it is"
+    if plan.layout.dtype == torch.float32 and plan.backend == "triton":
+        yield f"  float32 products: {'TF32' if plan.tf32 else 'IEEE'}"
+
+
+def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
+    """The generated functions of the forward kernel: this GPU's, or an H100's where there is none."""
+    if problem.q.dtype == torch.float64 or is_empty(problem):
+        yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
+        return
+    source, config = _forward_source(problem, plan)
+    where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
+    yield f"kernel: {source.function} ({where})"
+    yield f"  tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"
+    skeletons = Path(codegen.__file__).parent / "skeletons"
+    yield f"  skeleton {skeletons / source.module}.py"
+    if not source.leaf_text:
+        yield "  no generated functions: there is neither a score_mod nor a mask to apply"
+        return
+    yield f"  generated functions, kept as {settings.cache_dir() / 'leaves' / f'flexattn_leaves_{source.leaf_hash}.py'}"
+    yield ""
+    yield from source.leaf_text.rstrip().splitlines()
+
+
+def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, TileConfig]:
+    """What the forward kernel is generated from: the same facts as a launch, for this GPU or for sm_90."""
+    if plan.backend == "triton":
+        target, config = target_for(problem.q.device), launch._legal(problem, plan, "forward")[0]
+    else:
+        target = target_of(90)
+        config = candidates(
+            "forward",
+            target,
+            element_bytes=problem.q.element_size(),
+            qk_pad=padded(problem.q.shape[3]),
+            v_pad=padded(problem.v.shape[3]),
+            q_len=problem.q.shape[2],
+            programs=(plan.score, plan.mask),
+        )[0]
+    facts = launch._facts(problem, plan, None)
+    return emit(KernelSpec(kernel="forward", target=target, config=config, **facts)), config
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
