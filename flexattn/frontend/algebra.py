@@ -64,7 +64,7 @@ class _Composer:
             if known is tensor:
                 return slot
         self.captures.append(tensor)
-        self.infos.append(info or CaptureInfo(tensor.dtype, tensor.dim(), tensor.requires_grad))
+        self.infos.append(info or CaptureInfo(tensor.dtype, tensor.dim()))
         return len(self.captures) - 1
 
     def number(self, value: int | float, kind: str = "int") -> int:

@@ -51,14 +51,14 @@ def score_gradient(program: Program) -> ScoreGradient:
     """Differentiate a score program.
 
     Args:
-        program: A score program; captures with `requires_grad` get gradients.
+        program: A score program.
 
     Returns:
-        d_score, and one entry per distinct captured read of a capture that requires a gradient. A tensor read at several
+        d_score, and one entry per distinct read of a captured float tensor; who needs which is decided at the call. A tensor read at several
         places has several entries, whose contributions add.
     """
     order = topological([program.body])
-    needed = _needed(program, order)
+    needed = _needed(order)
     upstream: dict[Expr, Expr] = {program.body: var("grad", program.body.dtype)}
     for node in reversed(order):
         if node not in upstream or node not in needed or not node.args or node.op == "load":
@@ -74,24 +74,16 @@ def score_gradient(program: Program) -> ScoreGradient:
     zero = const(0.0, dtype)
     d_score = simplify(upstream.get(var("score", dtype), zero))
     found = tuple(
-        CaptureGradient(int(n.attr[0]), n, simplify(upstream[n]))
-        for n in order
-        if n.op == "load" and n in upstream and program.captures[n.attr[0]].requires_grad
+        CaptureGradient(int(n.attr[0]), n, simplify(upstream[n])) for n in order if n.op == "load" and n in upstream
     )
     return ScoreGradient(d_score, found)
 
 
-def _needed(program: Program, order: list[Expr]) -> set[Expr]:
+def _needed(order: list[Expr]) -> set[Expr]:
     """Nodes below which the score or a differentiable capture lies."""
     needed: set[Expr] = set()
     for node in order:
-        leaf = (
-            node.op == "var"
-            and node.attr == "score"
-            or node.op == "load"
-            and program.captures[node.attr[0]].requires_grad
-            and node.dtype.is_floating_point
-        )
+        leaf = node.op == "var" and node.attr == "score" or node.op == "load" and node.dtype.is_floating_point
         if leaf or node.op != "load" and any(a in needed for a in node.args):
             needed.add(node)
     return needed

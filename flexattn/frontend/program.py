@@ -19,7 +19,6 @@ class CaptureInfo(NamedTuple):
 
     dtype: torch.dtype
     rank: int
-    requires_grad: bool
 
 
 class Program:

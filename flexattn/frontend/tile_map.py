@@ -10,7 +10,7 @@ soundly. What then is still open is split further, down to pairs, so that the an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ FAN = 4  # an undecided rectangle is split into FAN x FAN
 TOP_BOXES = 1024  # rectangles of the first level, at most
 BOXES_AT_ONCE = 1 << 14  # together with the next one: what bounds the memory of a build
 POINTS_AT_ONCE = 1 << 16
+ON_BUILD: list[Callable[[TileMap], None]] = []  # told of every map that was decided here; counters listen
 SINGLE = 8  # rectangles of at most SINGLE x SINGLE pairs are evaluated pair by pair
 
 
@@ -201,7 +202,10 @@ def build_tile_map(
         q_block=q_block,
         kv_block=kv_block,
     )
-    return _Builder(traced_mask, grid, torch.device(device)).run()
+    tile_map = _Builder(traced_mask, grid, torch.device(device)).run()
+    for listener in ON_BUILD:
+        listener(tile_map)
+    return tile_map
 
 
 # ---------------------------------------------------------------------------------------------------- runs and spans

@@ -125,7 +125,7 @@ def _pack(kind: str, body: Expr, state: Trace, name: str) -> Traced:
     body, captures, numbers, moved = _numbered(body)
     tensors = tuple(state.captures[s] for s in captures)
     plain = tuple(int(v) if isinstance(v, int) else float(v) for v in (state.numbers[s] for s in numbers))
-    info = tuple(CaptureInfo(t.dtype, t.ndim, t.requires_grad) for t in tensors)
+    info = tuple(CaptureInfo(t.dtype, t.ndim) for t in tensors)
     sources = {moved[n]: s for n, s in state.sources.items() if n in moved}
     program = Program(
         kind, body, info, tuple("int" if isinstance(v, int) else "float" for v in plain), sources=sources, name=name

@@ -122,7 +122,7 @@ def test_vjp_against_finite_differences(name):
         if row.domain == "where":
             operands[0] = make("lt", loads[0], 0.8)
         program = Program(
-            "score", make(name, *operands), tuple(CaptureInfo(torch.float64, 1, False) for _ in range(row.arity))
+            "score", make(name, *operands), tuple(CaptureInfo(torch.float64, 1) for _ in range(row.arity))
         )
         binding, zero = Binding(tuple(others), ()), torch.zeros((), dtype=torch.int64)
         index = {"b": zero, "h": zero, "q_idx": zero, "kv_idx": torch.arange(200)}

@@ -186,7 +186,7 @@ def test_partials_objects_modules_and_methods():
     for mask in (Callable(3), Callable(3).__call__):
         got, expected = run(mask, "mask")
         assert torch.equal(got, expected)
-    assert trace(Module(), "score").program.captures[0].requires_grad
+    assert trace(Module(), "score").binding.captures[0].requires_grad
 
 
 @pytest.mark.parametrize("value", [0, 1, 2, 16, 17, -1, 2**31])
