@@ -29,11 +29,12 @@ Needs = tuple[bool, bool, bool, tuple[bool, ...]]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 
 TILE = 1 << 20  # scores computed at once: they should stay in the processor's caches
-Q_TILE, KV_TILE = 128, 64
+Q_TILE, KV_TILE = 128, 128
 ONE_TILE = 1 << 16  # below this q_len * kv_len evaluating the mask everywhere costs less than a tile map
 SHORTEST = 512  # keys of one matrix product, at least, where a row has more
 JOIN_BELOW = 256  # runs of keys shorter than this (on average) are gathered into one product
 SAFE_SUM = (1e-15, 1e15)  # sums of exp(score) without a maximum that lose no accuracy
+_FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 PATIENCE = 4  # rows done twice before a call stops trying without the maximum
 
 
@@ -46,15 +47,15 @@ class Chunk(NamedTuple):
     masked: tuple[tuple[int, int], ...]
 
 
+Span = tuple[int, int, bool]  # keys [start, stop), and whether the mask decides there
+
+
 class Row(NamedTuple):
     """Queries [start, stop) and their keys."""
 
     start: int
     stop: int
-    chunks: Sequence[Chunk]
-
-
-Span = tuple[int, int, bool]  # keys [start, stop), and whether the mask decides there
+    spans: Sequence[Span]
 
 
 def _chunks(spans: Sequence[Span], longest: int, device: torch.device) -> list[Chunk]:
@@ -95,6 +96,17 @@ def _chunk(pieces: Sequence[Span], device: torch.device) -> Chunk:
         return Chunk(slice(first, last), at, tuple(masked))
     keys = torch.cat([torch.arange(start, stop, device=device) for start, stop, _ in pieces])
     return Chunk(keys, at, tuple(masked))
+
+
+def _split(spans: Sequence[Span], device: torch.device) -> list[Chunk]:
+    """All keys as one chunk, or unmasked and masked keys apart where most are unmasked: there the mask would only be read."""
+    full = [span for span in spans if not span[2]]
+    partial = [span for span in spans if span[2]]
+    unmasked = sum(stop - start for start, stop, _ in full)
+    masked = sum(stop - start for start, stop, _ in partial)
+    if unmasked and masked and unmasked > max(SHORTEST, 2 * masked):
+        return [_chunk(full, device), _chunk(partial, device)]
+    return [_chunk(spans, device)] if spans else []
 
 
 class _Lines:
@@ -144,9 +156,9 @@ class Unit:
         return x.reshape(self.n, self.rows_per_query * x.shape[2], x.shape[3])
 
     def unfold(self, x: Tensor) -> Tensor:
-        """[n, rows, width] -> a view [batch, q_heads, queries, width]."""
+        """[n, rows, width] -> [batch, q_heads, queries, width], a view of a contiguous tensor."""
         outer = (self.q_heads, self.batches) if self.one_kv else (self.batches, self.q_heads)
-        x = x.view(*outer, x.shape[1] // self.rows_per_query, x.shape[2])
+        x = x.reshape(*outer, x.shape[1] // self.rows_per_query, x.shape[2])
         return x.transpose(0, 1) if self.one_kv else x
 
     def queries(self, x: Tensor, row: Row) -> Tensor:
@@ -193,6 +205,7 @@ class _Call:
         self.mask = MaskMod(problem.mask, q.device) if problem.mask is not None else None
         captures = needs[3] if needs is not None else None
         self.score = ScoreMod(problem.score, q.device, captures) if problem.score is not None else None
+        self.mask_is_whole = problem.block_mask is None or _any_tile(problem.block_mask)
         self.tiles, self.q_tile = _tiles(problem)
         self.lines = _Lines(self.tiles) if self.tiles is not None else None
         self.axes = [torch.arange(n, device=q.device) for n in (*q.shape[:3], k.shape[2])]
@@ -207,14 +220,17 @@ class _Call:
     def rows(self, group: int, unit: Unit) -> Iterator[Row]:
         """The rows of tiles of a group of the tile map."""
         q_len, kv_len = self.problem.q.shape[2], self.problem.k.shape[2]
-        at_once = TILE // (unit.n * unit.rows_per_query * self.q_tile)
-        longest = max(SHORTEST, at_once)
         everything = [(0, kv_len, self.mask is not None)]
         for index, start in enumerate(range(0, q_len, self.q_tile)):
             spans = everything
             if self.lines is not None:
                 spans = self.lines.spans(group * self.lines.tiles.rows + index)
-            yield Row(start, min(q_len, start + self.q_tile), _chunks(spans, longest, self.device))
+            yield Row(start, min(q_len, start + self.q_tile), spans)
+
+    def chunks(self, unit: Unit, row: Row) -> list[Chunk]:
+        """A row's keys in products of about TILE scores."""
+        at_once = TILE // (unit.n * unit.rows_per_query * self.q_tile)
+        return _chunks(row.spans, max(SHORTEST, at_once), self.device)
 
     def positions(self, unit: Unit, row: Row, keys: slice | Tensor) -> Positions:
         """Index tensors of a tile."""
@@ -240,7 +256,10 @@ class _Call:
         if self.mask is None:
             return []
         parts = []
-        for start, stop in chunk.masked:
+        masked = chunk.masked
+        if len(masked) > 1 and self.mask_is_whole and 2 * sum(b - a for a, b in masked) >= chunk.length:
+            masked = ((0, chunk.length),)  # the mask holds in full tiles too: one evaluation instead of several
+        for start, stop in masked:
             keys = chunk.keys
             part = slice(keys.start + start, keys.start + stop) if isinstance(keys, slice) else keys[start:stop]
             parts.append((start, stop, self.mask.dropped(self.positions(unit, row, part))))
@@ -324,13 +343,16 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
     lse = torch.empty(problem.q.shape[:3], dtype=call.dtype, device=call.device)
     peaks = torch.empty_like(lse) if problem.want_max else None
     patience = 0 if problem.want_max else PATIENCE
+    fused = _fits_fused(call)
     for unit, rows in call.units():
         k, v = unit.key_rows(call.k), unit.key_rows(call.v)
         for row in rows:
+            if fused and row.spans and _fused_row(call, unit, row, (k, v), (out, lse)):
+                continue
             q = unit.fold(unit.queries(call.q, row) * problem.scale)
             total: Tensor | None = None
             peak: Tensor | None = None
-            if patience and row.chunks:
+            if patience and row.spans:
                 acc, total = _sum_row(call, unit, row, q, k, v)
                 low, high = torch.aminmax(total)
                 if not (low >= SAFE_SUM[0] and high <= SAFE_SUM[1]):
@@ -341,11 +363,66 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
     return out, lse, peaks
 
 
+def _fits_fused(call: _Call) -> bool:
+    """Whether torch's fused attention for the CPU can compute the rows: plain scores, one head dim."""
+    problem = call.problem
+    same_dim = problem.q.shape[3] == problem.v.shape[3] and problem.q.shape[3] > 0
+    return call.device.type == "cpu" and call.score is None and not problem.want_max and same_dim and _FUSED is not None
+
+
+def _fused_row(call: _Call, unit: Unit, row: Row, keys: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]) -> bool:
+    """A row of out and lse by torch's fused attention; False (nothing written) where a masked score is not finite."""
+    q = unit.fold(unit.queries(call.q, row)).unsqueeze(0)
+    found: tuple[Tensor, Tensor] | None = None
+    for chunk in _split(row.spans, call.device):
+        bias, empty = _bias(unit, row, chunk.length, call.dropped(unit, row, chunk), chunk.masked, call.dtype)
+        k, v = (_take(x, chunk.keys).unsqueeze(0) for x in keys)
+        out, lse = _FUSED(q, k, v, attn_mask=bias, scale=call.problem.scale)
+        out, lse = out[0], lse[0].unsqueeze(-1)
+        if empty is not None:
+            out, lse = out.masked_fill(empty, 0.0), lse.masked_fill(empty, -math.inf)
+        found = (out, lse) if found is None else _merged(found, (out, lse))
+    assert found is not None
+    out, lse = found
+    if not bool(lse.amax() < math.inf):  # NaN or inf
+        return False
+    unit.queries(results[0], row).copy_(unit.unfold(out))
+    unit.queries(results[1], row).copy_(unit.unfold(lse).squeeze(-1))
+    return True
+
+
+def _bias(
+    unit: Unit, row: Row, keys: int, dropped: list[tuple[int, int, Tensor]], masked: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the fused kernel adds to scores (0 or -inf), and the rows [n, rows, 1] that keep no key (None: every row keeps one)."""
+    if not dropped:
+        return None, None
+    queries = row.stop - row.start
+    outer = tuple(max(drop.shape[d] for _, _, drop in dropped) for d in (0, 1))
+    bias = torch.zeros((*outer, queries, keys), dtype=dtype, device=dropped[0][2].device)
+    for start, stop, drop in dropped:
+        bias[..., start:stop].masked_fill_(drop, -math.inf)
+    if outer == (1, 1):
+        bias = bias if unit.rows_per_query == 1 else bias.repeat(1, 1, unit.rows_per_query, 1)
+    else:
+        bias = unit.fold(bias.expand(unit.batches, unit.q_heads, -1, -1)).unsqueeze(0)
+    empty = None
+    if sum(stop - start for start, stop in masked) == keys:
+        empty = (bias.amax(-1, keepdim=True) == -math.inf)[0]
+    return bias, empty
+
+
+def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two parts of the keys of one row, of which the first keeps a key in every row."""
+    lse = torch.logaddexp(a[1], b[1])
+    return torch.mul(a[0], (a[1] - lse).exp_()).addcmul_(b[0], (b[1] - lse).exp_()), lse
+
+
 def _sum_row(call: _Call, unit: Unit, row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of exp(score) * v [n, rows, v_dim] and of exp(score) [n, rows, 1], without subtracting anything."""
-    acc = q.new_zeros(*q.shape[:2], v.shape[2]) if not row.chunks else call.buffer(1, *q.shape[:2], v.shape[2])
+    acc = call.buffer(1, *q.shape[:2], v.shape[2])
     total: Tensor | None = None
-    for chunk in row.chunks:
+    for chunk in call.chunks(unit, row):
         weights, _, _ = call.scores(unit, row, chunk, q, k)
         weights.exp_()
         part = weights.sum(-1, keepdim=True)
@@ -355,14 +432,15 @@ def _sum_row(call: _Call, unit: Unit, row: Row, q: Tensor, k: Tensor, v: Tensor)
         else:
             total += part
             acc.baddbmm_(weights, _take(v, chunk.keys))
-    return acc, q.new_zeros(*q.shape[:2], 1) if total is None else total
+    assert total is not None
+    return acc, total
 
 
 def _sum_row_safely(call: _Call, unit: Unit, row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same relative to the row's greatest score `peak` [n, rows, 1] (-inf if no key is kept), chunk after chunk."""
     acc, total = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(*q.shape[:2], 1)
     peak = torch.full_like(total, -math.inf)
-    for chunk in row.chunks:
+    for chunk in call.chunks(unit, row):
         weights, _, _ = call.scores(unit, row, chunk, q, k)
         higher = torch.maximum(peak, weights.amax(-1, keepdim=True))
         shift = higher.masked_fill(higher == -math.inf, 0.0)
@@ -438,7 +516,7 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tens
             q = unit.fold(unit.queries(call.q, row) * problem.scale)
             terms = [unit.fold(unit.queries(x, row)) for x in (d_out, shift, delta)]
             d_q = q.new_zeros(q.shape) if grads.q is not None else None
-            for chunk in row.chunks:
+            for chunk in call.chunks(unit, row):
                 _chunk_gradients(call, unit, row, chunk, (q, k, v), terms, (d_q, *into), grads.captures)
             if grads.q is not None and d_q is not None:
                 unit.queries(grads.q, row).copy_(unit.unfold(d_q.mul_(problem.scale)))

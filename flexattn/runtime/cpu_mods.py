@@ -19,7 +19,7 @@ from flexattn.errors import CaptureIndexError
 from flexattn.frontend.expr import Expr, topological
 from flexattn.frontend.gradient import score_gradient
 from flexattn.frontend.ops import OPS
-from flexattn.frontend.trace import Traced
+from flexattn.frontend.program import Traced
 
 # Rows of the table whose result may be written over an operand: torch functions with `out=` that keep the data type.
 _OVERWRITES = frozenset(
