@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ShapeError
-from flexattn.frontend.tile_map import Grid, LineRuns, Spans, TileMap, cover
+from flexattn.frontend.tile_map import Grid, LineRuns, Spans, TileMap, cover, lines_of
 from flexattn.frontend.program import Traced
 
 CELLS_AT_ONCE = 1 << 24  # of a dense map, while lists are written
@@ -157,8 +157,7 @@ def write_order(visited: Tensor, rows: Tensor, *, descending: bool) -> Tensor:
 def cuts_full_block(blocks: TileMap, *, q_len: int, kv_len: int) -> bool:
     """Whether a length ends inside a block that is listed as full."""
     full = blocks.full
-    line = torch.arange(len(full.indptr) - 1, device=full.start.device).repeat_interleave(full.indptr.diff())
-    row = line % max(blocks.rows, 1)
+    row = lines_of(full) % max(blocks.rows, 1)
     begin, cell = q_len // blocks.q_block, kv_len // blocks.kv_block
     cut = torch.zeros_like(row, dtype=torch.bool)
     if q_len % blocks.q_block:

@@ -268,7 +268,7 @@ class LineRuns:
 
     def add_spans(self, runs: Runs, spans: Spans, lines: int, scale: tuple[int, int]) -> None:
         """Spans of a coarser grid with `lines` lines a group: a line is scale[0] lines here, a cell scale[1] cells."""
-        at = torch.arange(len(spans.indptr) - 1, device=self.device).repeat_interleave(spans.indptr.diff())
+        at = lines_of(spans)
         base = (at % max(lines, 1) * scale[0])[:, None] + torch.arange(scale[0], device=self.device)
         key = ((at // max(lines, 1) * self.lines)[:, None] + base) * self.width
         start, stop = ((x.long() * scale[1]).clamp(max=self.cells)[:, None] for x in (spans.start, spans.stop))
@@ -292,15 +292,23 @@ class LineRuns:
         return self._csr(start[keep], stop[keep]), self._csr(*self.partial.joined())
 
     def _csr(self, start: Tensor, stop: Tensor) -> Spans:
-        lines = torch.arange(self.groups * self.lines + 1, device=self.device)
-        indptr = torch.searchsorted(start, lines * self.width)
+        count = torch.bincount(start // self.width, minlength=self.groups * self.lines)
+        indptr = torch.cat((count.new_zeros(1), count.cumsum(0)))
         return Spans(*(x.to(torch.int32) for x in (indptr, start % self.width, stop % self.width)))
+
+
+def lines_of(spans: Spans) -> Tensor:
+    """The line of each run, int64. (A running count: torch's repeat_interleave wakes every thread for a handful of lines.)"""
+    begins = torch.zeros(len(spans.start) + 1, dtype=torch.int64, device=spans.start.device)
+    inner = spans.indptr[1:-1]
+    begins.index_add_(0, inner, torch.ones_like(inner, dtype=torch.int64))
+    return begins.cumsum(0)[:-1]
 
 
 def cover(spans: Spans, cells: int) -> Tensor:
     """Which cells the runs of each line cover: bool `[lines, cells]`."""
     lines = len(spans.indptr) - 1
-    line = torch.repeat_interleave(torch.arange(lines, device=spans.start.device), spans.indptr.diff())
+    line = lines_of(spans)
     edge = torch.zeros(lines * (cells + 1), dtype=torch.int32, device=spans.start.device)
     one = torch.ones_like(spans.start)
     edge.index_add_(0, line * (cells + 1) + spans.start, one)
@@ -315,8 +323,8 @@ def coverage(spans: Spans, *, group: int, lines: int, cells: int, line_step: int
     """
     device = spans.start.device
     indptr = spans.indptr[group * lines : (group + 1) * lines + 1].long()
-    line = torch.repeat_interleave(torch.arange(lines, device=device), indptr.diff())
     first, last = int(indptr[0]), int(indptr[-1])
+    line = lines_of(Spans(indptr - first, spans.start[first:last], spans.stop[first:last]))
     edges = (torch.arange(-(-cells // cell_step) + 1, device=device) * cell_step).clamp(max=cells)
     out = torch.zeros(-(-lines // line_step), len(edges) - 1, dtype=torch.float64, device=device)
     chunk = max(1, (1 << 20) // len(edges))
@@ -547,28 +555,30 @@ class _Parts(NamedTuple):
     open: Tensor
 
 
-def _cut(begin: Tensor, end: Tensor, single: bool) -> tuple[Tensor, Tensor]:
-    """First and one past the last token [n, parts] of every part: single tokens or quarters; a part may be empty."""
-    n = torch.arange(SINGLE if single else FAN, device=begin.device)
+def _cut(begin: Tensor, end: Tensor, parts: int, single: bool) -> tuple[Tensor, Tensor]:
+    """First and one past the last token [n, parts] of every part: single tokens, or equal shares; a part may be empty."""
+    n = torch.arange(parts, device=begin.device)
     begin, end = begin[:, None], end[:, None]
     if single:
-        first = begin + n
-        return torch.minimum(first, end), torch.minimum(first + 1, end)
-    return begin + (end - begin) * n // FAN, begin + (end - begin) * (n + 1) // FAN
+        first = torch.minimum(begin + n, end)
+        return first, torch.minimum(first + 1, end)
+    return begin + (end - begin) * n // parts, begin + (end - begin) * (n + 1) // parts
 
 
-def _split(mask: _Predicate, cells: Tensor, single: bool) -> _Parts:
-    """Cut cells into quarters and bound them, or into pairs and evaluate them."""
+def _split(mask: _Predicate, cells: Tensor, sides: tuple[int, int]) -> _Parts:
+    """Cut cells, at most `sides` tokens large, into smaller ones and bound them, or into pairs and evaluate them."""
     owner, group, q, q_end, kv, kv_end = cells
-    (q0, q1), (k0, k1) = _cut(q, q_end, single), _cut(kv, kv_end, single)
+    single = max(sides) <= SINGLE
+    parts = [n if single else min(FAN, -(-n // SINGLE)) for n in sides]
+    (q0, q1), (k0, k1) = _cut(q, q_end, parts[0], single), _cut(kv, kv_end, parts[1], single)
     pairs = (q1 - q0)[:, :, None] * (k1 - k0)[:, None, :]
     real = pairs > 0
     q_lo, kv_lo = torch.minimum(q0, q_end[:, None] - 1)[:, :, None], torch.minimum(k0, kv_end[:, None] - 1)[:, None, :]
     if single:
-        must = may = mask.at(group, q_lo, kv_lo)
-    else:
-        q_hi, kv_hi = torch.maximum(q1[:, :, None] - 1, q_lo), torch.maximum(k1[:, None, :] - 1, kv_lo)
-        must, may = mask.bounds(group, (q_lo, q_hi), (kv_lo, kv_hi))
+        kept = mask.at(group, q_lo, kv_lo)
+        return _Parts(kept & real, ~kept & real, pairs, cells[:, :0])
+    q_hi, kv_hi = torch.maximum(q1[:, :, None] - 1, q_lo), torch.maximum(k1[:, None, :] - 1, kv_lo)
+    must, may = mask.bounds(group, (q_lo, q_hi), (kv_lo, kv_hi))
     at, up, left = (may & ~must & real).nonzero(as_tuple=True)
     rest = torch.stack((owner[at], group[at], q0[at, up], q1[at, up], k0[at, left], k1[at, left]))
     return _Parts(must & real, ~may & real, pairs, rest)
@@ -583,12 +593,12 @@ def _walk(mask: _Predicate, cells: Tensor, done: Tensor | None = None) -> Iterat
             cells = cells[:, ~done[cells[0]]]
         if not cells.shape[1]:
             continue
-        single = int(torch.maximum(cells[3] - cells[2], cells[5] - cells[4]).max()) <= SINGLE
-        limit = POINTS_AT_ONCE // (SINGLE * SINGLE if single else FAN * FAN)
+        q_side, kv_side = (cells[3:6:2] - cells[2:6:2]).amax(1).tolist()
+        limit = POINTS_AT_ONCE // (SINGLE * SINGLE)
         if cells.shape[1] > limit:
             stack += cells.split(limit, dim=1)
             continue
-        parts = _split(mask, cells, single)
+        parts = _split(mask, cells, (q_side, kv_side))
         yield cells[0], parts
         stack.append(parts.open)
 
@@ -621,7 +631,7 @@ def count_pairs(tile_map: TileMap) -> int:
 def _tiles_of(spans: Spans, grid: Grid) -> Iterator[Tensor]:
     """The tiles of spans by row, as [3, n] of group, row, column, a bounded number at a time."""
     device = spans.start.device
-    line = torch.repeat_interleave(torch.arange(len(spans.indptr) - 1, device=device), spans.indptr.diff())
+    line = lines_of(spans)
     ends = (spans.stop - spans.start).cumsum(0, dtype=torch.int64)
     for begin in range(0, int(ends[-1]) if len(ends) else 0, BOXES_AT_ONCE):
         number = torch.arange(begin, min(begin + BOXES_AT_ONCE, int(ends[-1])), device=device)

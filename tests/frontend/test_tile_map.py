@@ -1,0 +1,308 @@
+"""Tile maps equal what evaluating every pair gives: on every family of masks, on random ones, at any size."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families, random_mask
+
+import flexattn
+from flexattn.errors import CaptureIndexError, OptionError
+from flexattn.frontend.tile_map import Spans, TileMap, build_tile_map, cover, coverage
+from flexattn.frontend.trace import trace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+N = 420
+MASKS = families(N)
+SHAPES = [(N, N, 128, 128), (300, N, 64, 128), (N, 177, 16, 48), (1, N, 1, 64), (257, 33, 192, 8)]
+
+
+def build(mask_mod, q_len, kv_len, q_block, kv_block, batch=BATCH, heads=HEADS) -> TileMap:
+    traced = trace(mask_mod, "mask") if mask_mod is not None else None
+    sizes = {"q_len": q_len, "kv_len": kv_len, "q_block": q_block, "kv_block": kv_block}
+    return build_tile_map(traced, batch=batch, heads=heads, device="cpu", **sizes)
+
+
+def check_spans(spans: Spans, lines: int, cells: int) -> None:
+    """Runs are in order, inside, not empty and joined."""
+    assert all(x.dtype == torch.int32 for x in spans)
+    assert len(spans.indptr) == lines + 1
+    assert int(spans.indptr[0]) == 0
+    assert int(spans.indptr[-1]) == len(spans.start) == len(spans.stop)
+    assert bool((spans.indptr.diff() >= 0).all())
+    assert bool((spans.start < spans.stop).all())
+    assert not len(spans.start) or (int(spans.start.min()) >= 0 and int(spans.stop.max()) <= cells)
+    line = torch.repeat_interleave(torch.arange(lines), spans.indptr.diff())
+    same = line[1:] == line[:-1]
+    assert bool((spans.start[1:] > spans.stop[:-1])[same].all())
+
+
+def check(tile_map: TileMap, kept: torch.Tensor, *, pairs: bool = True) -> None:
+    """The map against all pairs, in both directions, with its counts."""
+    want = brute_tiles(kept, tile_map.q_block, tile_map.kv_block)
+    groups, rows, cols = tile_map.batch * tile_map.heads, tile_map.rows, tile_map.cols
+    for spans, lines, cells in (
+        (tile_map.full, rows, cols),
+        (tile_map.partial, rows, cols),
+        (tile_map.full_t, cols, rows),
+        (tile_map.partial_t, cols, rows),
+    ):
+        check_spans(spans, groups * lines, cells)
+    assert torch.equal(tile_map.dense().expand_as(want), want)
+    shape = (tile_map.batch, tile_map.heads, cols, rows)
+    full, partial = (cover(s, rows).reshape(shape).to(torch.int8) for s in (tile_map.full_t, tile_map.partial_t))
+    assert torch.equal((2 * full + partial).transpose(-1, -2).expand_as(want), want)
+    counts = tile_map.decided
+    ways = [k for k in counts if k not in ("tiles", "levels")]
+    assert sum(counts[k] for k in ways) == counts["tiles"] == groups * rows * cols
+    if pairs:
+        repeats = kept[:, :, 0, 0].numel() // max(groups, 1)
+        assert tile_map.kept_pairs() * repeats == int(kept.sum())
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_equals_every_pair(name: str) -> None:
+    for q_len, kv_len, q_block, kv_block in SHAPES:
+        kept = brute(MASKS[name], BATCH, HEADS, q_len, kv_len)
+        check(build(MASKS[name], q_len, kv_len, q_block, kv_block), kept)
+
+
+@pytest.mark.parametrize("name", ["documents per batch", "block diffusion", "neighbourhood", "sink and window", "dense"])
+def test_several_levels(name: str) -> None:
+    """Small tiles, so that rectangles are split more than once, and more than one chunk of them."""
+    mask_mod = families(700, seed=3)[name]
+    check(build(mask_mod, 700, 650, 4, 2), brute(mask_mod, BATCH, HEADS, 700, 650))
+
+
+def test_one_map_where_heads_do_not_differ() -> None:
+    assert (build(MASKS["causal"], 64, 64, 16, 16).batch, build(MASKS["causal"], 64, 64, 16, 16).heads) == (1, 1)
+    assert (build(MASKS["padding"], 64, 64, 16, 16).batch, build(MASKS["padding"], 64, 64, 16, 16).heads) == (BATCH, 1)
+    assert (build(MASKS["window per head"], 64, 64, 16, 16).batch, build(MASKS["window per head"], 64, 64, 16, 16).heads) == (1, HEADS)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 0), (0, 50), (50, 0), (130, 50), (128, 128)])
+@pytest.mark.parametrize("mask_mod", [None, MASKS["causal"], MASKS["padding"]], ids=["no mask", "causal", "padding"])
+def test_sizes_of_zero_and_no_mask(mask_mod, q_len: int, kv_len: int) -> None:
+    keep = (lambda b, h, q, k: torch.tensor(True)) if mask_mod is None else mask_mod
+    tile_map = build(mask_mod, q_len, kv_len, 64, 32)
+    kept = brute(keep, BATCH, HEADS, q_len, kv_len)
+    want = brute_tiles(kept, 64, 32)
+    assert torch.equal(tile_map.dense().expand_as(want), want)
+    assert tile_map.full.indptr.shape == (tile_map.batch * tile_map.heads * tile_map.rows + 1,)
+    assert tile_map.full_t.indptr.shape == (tile_map.batch * tile_map.heads * tile_map.cols + 1,)
+    assert tile_map.density() == (kept.double().mean().item() if kept.numel() else 0.0)
+
+
+def test_no_batch() -> None:
+    tile_map = build(MASKS["padding"], 40, 40, 16, 16, batch=0)
+    assert tile_map.dense().shape == (0, 1, 3, 3)
+    assert tile_map.table().rows.shape == (0, 3, 12)
+
+
+def table_by_hand(full: Spans, partial: Spans, groups: int) -> tuple[list, list]:
+    """The kernel's table, in the plainest way."""
+    lines = (len(full.indptr) - 1) // groups
+    runs = lambda s, i: [(int(s.start[x]), int(s.stop[x])) for x in range(int(s.indptr[i]), int(s.indptr[i + 1]))]
+    further = {0: [], 1: []}
+    rows = []
+    for i in range(groups * lines):
+        row = [i % lines] + [0] * 11
+        for at, spans in enumerate((full, partial)):
+            mine = runs(spans, i)
+            row[1 + at], row[3 + at] = sum(z - a for a, z in mine), len(mine)
+            if mine:
+                row[5 + 2 * at : 7 + 2 * at] = mine[0]
+            row[9 + at] = len(further[at]) if len(mine) > 1 else None
+            further[at] += mine[1:]
+        rows.append(row)
+    for row in rows:
+        row[9] = row[9] or 0
+        row[10] = 0 if row[10] is None else row[10] + len(further[0])
+    ordered = []
+    for g in range(groups):
+        ordered.append(sorted(rows[g * lines : (g + 1) * lines], key=lambda r: -(r[1] + r[2])))
+    return ordered, further[0] + further[1]
+
+
+@pytest.mark.parametrize("name", ["causal", "documents per batch", "dilated", "chosen blocks", "window per head", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kernel_table(name: str, transposed: bool) -> None:
+    tile_map = build(MASKS[name], 300, N, 16, 32)
+    rows, extra = tile_map.table(transposed)
+    spans = (tile_map.full_t, tile_map.partial_t) if transposed else (tile_map.full, tile_map.partial)
+    want_rows, want_extra = table_by_hand(*spans, tile_map.batch * tile_map.heads)
+    assert rows.dtype == extra.dtype == torch.int32
+    assert rows.is_contiguous()
+    assert extra.is_contiguous()
+    assert rows.tolist() == want_rows
+    assert [tuple(x) for x in extra.tolist()] == (want_extra or [(0, 0)])
+    assert tile_map.table(transposed) is tile_map.table(transposed)
+
+
+@pytest.mark.parametrize("name", ["causal", "window per head", "documents, shuffled"])
+def test_coverage_sums_sections(name: str) -> None:
+    tile_map = build(MASKS[name], 300, N, 16, 32)
+    dense = tile_map.dense()[0, -1] > 0
+    group = tile_map.batch * tile_map.heads - 1
+    dense = tile_map.dense().flatten(0, 1)[group] == 1
+    got = coverage(tile_map.partial, group=group, lines=tile_map.rows, cells=tile_map.cols, line_step=3, cell_step=5)
+    want = torch.nn.functional.pad(dense.double(), (0, -dense.shape[1] % 5, 0, -dense.shape[0] % 3))
+    want = want.view(got.shape[0], 3, got.shape[1], 5).sum((1, 3))
+    assert torch.equal(got, want)
+
+
+def test_witnesses_spare_evaluation() -> None:
+    """The usual masks are settled without looking at all pairs of a single tile."""
+    for name in ("causal", "window", "documents, causal", "prefix", "sink and window", "chunked", "packed by start"):
+        counts = build(MASKS[name], N, N, 16, 16).decided
+        assert counts["partial_by_witness"] > 0
+        assert counts["empty_by_evaluation"] == counts["full_by_evaluation"] == counts["partial_by_evaluation"] == 0, name
+
+
+def test_evaluation_settles_what_bounds_cannot() -> None:
+    counts = build(MASKS["full by union only"], 256, 256, 128, 128).decided
+    assert counts["full_by_evaluation"] == 2
+    assert counts["full_by_interval"] == 2
+
+
+def test_value_sets_prove_shuffled_tables_apart() -> None:
+    a, b = torch.arange(512) % 16, 16 + torch.arange(512) % 16
+    counts = build(lambda b_, h, q, k: a[q] == b[k], 512, 512, 128, 128).decided
+    assert counts["empty_by_interval"] == counts["tiles"] == 16
+    swapped = torch.where(torch.arange(512) % 128 < 64, a * 2, b * 2 + 1)  # even and odd values, never equal across
+    other = swapped + torch.where(torch.arange(512) % 128 < 64, 1, -1)
+    counts = build(lambda b_, h, q, k: swapped[q] == other[k], 512, 512, 128, 128)
+    check(counts, brute(lambda b_, h, q, k: swapped[q] == other[k], BATCH, HEADS, 512, 512))
+
+
+def test_kept_read_out_of_range_is_an_error() -> None:
+    short = torch.zeros(100, dtype=torch.int32)
+    with pytest.raises(CaptureIndexError, match="out of range"):
+        build(lambda b, h, q, k: short[q] == short[k], 200, 200, 64, 64)
+    guarded = build(lambda b, h, q, k: (k < 100) & (q < 100) & (short[q] == short[k]), 200, 200, 64, 64)
+    assert guarded.kept_pairs() == 100 * 100
+
+
+@pytest.mark.parametrize("sizes", [{"q_block": 0}, {"kv_block": -1}, {"q_len": -1}, {"batch": -2}])
+def test_bad_sizes_are_refused(sizes: dict[str, int]) -> None:
+    good = {"batch": 1, "heads": 1, "q_len": 8, "kv_len": 8, "q_block": 4, "kv_block": 4}
+    with pytest.raises(OptionError, match="must be positive"):
+        build_tile_map(None, device="cpu", **(good | sizes))
+
+
+def test_random_masks() -> None:
+    """Random predicates, lengths and tiles; FLEXATTN_FUZZ_SECONDS and FLEXATTN_FUZZ_SEED choose how many and which."""
+    seconds, seed = float(os.environ.get("FLEXATTN_FUZZ_SECONDS", "4")), int(os.environ.get("FLEXATTN_FUZZ_SEED", "0"))
+    end, first = time.monotonic() + seconds, seed
+    while time.monotonic() < end:
+        rng = random.Random(seed)
+        n = rng.choice([130, 257, 400])
+        mask_mod, q_len, kv_len = random_mask(rng, n), rng.randint(1, n), rng.randint(1, n)
+        q_block, kv_block = rng.choices([16, 24, 32, 64, 128], k=2)
+        try:
+            check(build(mask_mod, q_len, kv_len, q_block, kv_block), brute(mask_mod, BATCH, HEADS, q_len, kv_len))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {(q_len, kv_len, q_block, kv_block)}") from error
+        seed += 1
+    print(f"seeds {first}..{seed - 1}")
+    assert seed > first
+
+
+LONG = 1 << 20
+
+
+def long_masks() -> dict[str, object]:
+    g = torch.Generator().manual_seed(1)
+    cuts = torch.sort(torch.randint(1, LONG, (31,), generator=g)).values
+    ids = torch.bucketize(torch.arange(LONG), cuts, right=True).to(torch.int32)
+    return {
+        "causal": lambda b, h, q, k: q >= k,
+        "window": lambda b, h, q, k: (q >= k) & (q - k < 1024),
+        "documents": lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k),
+    }
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_a_million_tokens(name: str) -> None:
+    """Sampled tiles of a map that no dense mask could check, the exact number of pairs, and bounds on time and memory."""
+    mask_mod = long_masks()[name]
+    begin = time.perf_counter()
+    tile_map = build(mask_mod, LONG, LONG, 128, 128)
+    assert time.perf_counter() - begin < 2.0
+    stored = sum(x.numel() * 4 for s in (tile_map.full, tile_map.partial, tile_map.full_t, tile_map.partial_t) for x in s)
+    assert stored < 1 << 20
+    rng = random.Random(0)
+    for _ in range(40):
+        i = rng.randrange(tile_map.rows)
+        ends = [int(x) for s in (tile_map.full, tile_map.partial) for x in torch.cat((s.start, s.stop))[s.indptr[i] : s.indptr[i + 1]]]
+        for j in {max(0, min(tile_map.cols - 1, e + d)) for e in [*ends, rng.randrange(tile_map.cols)] for d in (-1, 0)}:
+            q, k = torch.arange(i * 128, i * 128 + 128)[:, None], torch.arange(j * 128, j * 128 + 128)
+            kept = mask_mod(0, 0, q, k)
+            inside = [bool(((s.start <= j) & (j < s.stop))[s.indptr[i] : s.indptr[i + 1]].any()) for s in (tile_map.full, tile_map.partial)]
+            assert inside == [bool(kept.all()), bool(kept.any() and not kept.all())]
+    if name == "causal":
+        assert tile_map.kept_pairs() == LONG * (LONG + 1) // 2
+    if name == "window":
+        assert tile_map.kept_pairs() == 1024 * LONG - 1024 * 1023 // 2
+
+
+MUTATIONS = [  # (before, after): small wrong changes of tile_map.py
+    ("& (stop % self.width > self.full_cells)", "& (stop % self.width > self.full_cells + 1)"),
+    (">= self.full_lines", "> self.full_lines"),
+    ("keep = ~cut_line & (stop > start)", "keep = ~cut_line & (stop >= start)"),
+    ("gap = starts[1:] != stops[:-1]", "gap = starts[1:] > stops[:-1] + 1"),
+    ("self.by_col.add_boxes(boxes[[0, 2, 1]], full.transpose(1, 2), scale)", "self.by_col.add_boxes(boxes, full, scale)"),
+    ("full, open_ = must & inside, may & ~must & inside", "full, open_ = may & inside, may & ~must & inside"),
+    ("full, open_ = must & inside, may & ~must & inside", "full, open_ = must & inside, ~must & may.logical_not() & inside"),
+    ("(first + (size - 1)).clamp(max=limit - 1)", "(first + size // 2).clamp(max=limit - 1)"),
+    ("hole[part] |= ~kept.all(1)", "hole[part] |= ~kept.any(1)"),
+    ("some[part] |= kept.any(1)", "some[part] |= kept.all(1)"),
+    ("return begin + (end - begin) * n // FAN, begin + (end - begin) * (n + 1) // FAN", "return begin + (end - begin) * n // FAN, begin + (end - begin) * n // FAN + 1"),
+    ("some[owner[parts.kept.flatten(1).any(1)]] = True", "some[owner[parts.kept.flatten(1).all(1)]] = True"),
+    ("batch=batch if deps & DEP_B else", "batch=batch if deps & DEP_H else"),
+    ("b, h = group // self.heads, group % self.heads", "b, h = group % self.heads, group // self.heads"),
+    ("total += int((parts.pairs * parts.kept).sum())", "total += int(parts.pairs.sum())"),
+    ("descending=True, stable=True", "descending=False, stable=True"),
+    ("more.cumsum(0) - more + offset", "more.cumsum(0) + offset"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(MUTATIONS)))
+def test_mutations_are_caught(number: int, tmp_path: Path) -> None:
+    """The tests above fail on a tile_map.py that is wrong in one place."""
+    before, after = MUTATIONS[number]
+    package = Path(flexattn.__file__).parent
+    root = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(package), str(root / "flexattn")], check=True) if root.mkdir() is None else None
+    subprocess.run(["cp", "-r", str(Path(__file__).parent), str(root / "frontend")], check=True)
+    (root / "tests").mkdir()
+    (root / "frontend").rename(root / "tests" / "frontend")
+    source = root / "flexattn" / "frontend" / "tile_map.py"
+    text = source.read_text()
+    assert text.count(before) >= 1
+    source.write_text(text.replace(before, after))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not mutations and not million", "tests/frontend/test_tile_map.py"]
+    config = root / "pytest.ini"
+    config.write_text("[pytest]\npythonpath = .\naddopts = --import-mode=importlib\nmarkers =\n    slow: slow\n")
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout[-2000:]
+    assert "failed" in done.stdout
+
+
+def test_memory_follows_the_answer() -> None:
+    """A window over 262,144 tokens: NumPy's part of a build (its sort buffers) stays small, and so does the result."""
+    tracemalloc.start()
+    tile_map = build(lambda b, h, q, k: (q >= k) & (q - k < 1024), 1 << 18, 1 << 18, 128, 128)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20
+    assert tile_map.full.tiles() + tile_map.partial.tiles() < 2048 * 9
