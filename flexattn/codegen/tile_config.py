@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Sequence
 
 from flexattn.codegen.target import Target
-from flexattn.errors import OptionError
+from flexattn.errors import OptionError, UnsupportedError
 
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
@@ -89,14 +89,25 @@ _MMA = {
         (512, ((16, 16, 4, 1),)),
     ),
 }
-_SINGLE = {  # float32: the dots run on ordinary arithmetic units and keep their operands in registers
-    kernel: (
+_SINGLE = {  # float32: the dots run on ordinary arithmetic units, so small tiles lose little and compile fast
+    "forward": (
         (64, ((64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
         (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
         (256, ((32, 16, 4, 1), (16, 16, 4, 1))),
         (512, ((16, 16, 4, 1),)),
-    )
-    for kernel in ("forward", "dq", "dkdv")
+    ),
+    "dq": (
+        (64, ((64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
+        (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+        (256, ((16, 16, 4, 1),)),
+        (512, ((16, 16, 4, 1), (4, 16, 4, 1))),
+    ),
+    "dkdv": (
+        (64, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
+        (128, ((32, 32, 4, 1), (16, 16, 4, 1))),
+        (256, ((16, 16, 4, 1),)),
+        (512, ((16, 16, 4, 1), (16, 4, 4, 1))),
+    ),
 }
 _SMALLEST = (TileConfig(32, 32, 4, 1), TileConfig(32, 16, 4, 1), TileConfig(16, 16, 4, 1))
 _SHORT = (TileConfig(32, 64, 4, 2), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 1))
@@ -118,7 +129,8 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
     probabilities = m * n * (size if problem.kernel == "forward" else 2 * size)
     gathers = problem.gathers * m * n * 4 * config.num_stages
     rows = 2 * m * 4 * config.num_stages
-    return kept + buffers * streamed + probabilities + gathers + rows + 2048
+    twice = m * problem.pad * size if problem.kernel == "dkdv" and config.num_stages == 1 and size == 2 else 0  # q in two layouts
+    return kept + buffers * streamed + twice + probabilities + gathers + rows + 1024
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:
@@ -168,7 +180,14 @@ def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
         return _INTERPRETER
     listed = [c for c in _listed(problem) if is_legal(c, problem)]
     fallback = [c for c in _SMALLEST if is_legal(c, problem) and c not in listed]
-    return tuple([*listed[: AT_MOST - 1], *fallback[-1:]] if len(listed) < AT_MOST else listed[:AT_MOST]) or _SMALLEST[-1:]
+    found = list(dict.fromkeys(listed + fallback))[:AT_MOST]
+    if not found:
+        raise UnsupportedError(
+            f"no tile of the {problem.kernel} kernel fits {problem.target.shared_bytes} bytes of shared memory",
+            given=f"head dims padded to {problem.qk_pad} and {problem.v_pad}, {problem.element_bytes} bytes an element",
+            hint="bfloat16 or float16 inputs, smaller heads, or kernel_options={'BACKEND': 'TORCH'}",
+        )
+    return tuple(found)
 
 
 def _listed(problem: TileProblem) -> list[TileConfig]:
