@@ -6,28 +6,24 @@ looking at every pair, and compiles one kernel per structure of a mod. Importing
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from flexattn import errors, mods
+from flexattn.frontend.block_mask import BlockMask, and_masks, noop_mask, or_masks
+from flexattn.frontend.block_mask import create_block_mask as _create_block_mask
+from flexattn.frontend.block_mask import create_mask as _create_mask
+from flexattn.runtime.attention import AuxOutput, AuxRequest, flex_attention
+from flexattn.runtime.eager import eager_only
+from flexattn.runtime.settings import FlexPerformanceWarning
+from flexattn.runtime.stats import reset_stats, stats
+
+if TYPE_CHECKING:
+    from flexattn.runtime.explain import explain
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "errors": "flexattn.errors",
-    "mods": "flexattn.mods",
-    "BlockMask": "flexattn.frontend.block_mask",
-    "and_masks": "flexattn.frontend.block_mask",
-    "noop_mask": "flexattn.frontend.block_mask",
-    "or_masks": "flexattn.frontend.block_mask",
-    "create_block_mask": "flexattn.frontend.block_mask",
-    "create_mask": "flexattn.frontend.block_mask",
-    "AuxOutput": "flexattn.runtime.attention",
-    "AuxRequest": "flexattn.runtime.attention",
-    "flex_attention": "flexattn.runtime.attention",
-    "explain": "flexattn.runtime.explain",
-    "FlexPerformanceWarning": "flexattn.runtime.settings",
-    "reset_stats": "flexattn.runtime.stats",
-    "stats": "flexattn.runtime.stats",
-}
+create_block_mask = eager_only(_create_block_mask)
+create_mask = eager_only(_create_mask)
 
 __all__ = [
     "AuxOutput",
@@ -50,16 +46,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'flexattn' has no attribute {name!r}")
-    home = importlib.import_module(_HOMES[name])
-    value = home if _HOMES[name] == f"flexattn.{name}" else getattr(home, name)
-    if name in ("create_block_mask", "create_mask"):
-        from flexattn.runtime.eager import eager_only
+    if name == "explain":  # imported when asked for: it reads code generation, which a call on the CPU does not need
+        from flexattn.runtime.explain import explain
 
-        value = eager_only(value)
-    globals()[name] = value
-    return value
+        return explain
+    raise AttributeError(f"module 'flexattn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

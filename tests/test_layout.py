@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may i
 # Order inside frontend is import order, as the design lists it.
 FRONTEND = [
     "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate", "interval",
-    "symbolic", "gradient", "tile_map", "algebra", "block_lists", "block_mask", "display",
+    "symbolic", "gradient", "tile_map", "algebra", "display", "block_lists", "block_mask",
 ]  # fmt: skip
 HEAVY = ["triton", "sympy", "matplotlib", "torch._dynamo", "torch._inductor", "numpy.testing", "IPython"]
 
@@ -128,8 +129,6 @@ def test_reference_imports_nothing_of_the_package_and_optimised_code_never_impor
 
 
 def _run(code: str, **env: str) -> str:
-    import os
-
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, cwd=PACKAGE.parent, check=False
     )
@@ -157,11 +156,18 @@ print([m for m in ("triton", "torch._dynamo") if m in sys.modules])
     assert _run(blocked, CUDA_VISIBLE_DEVICES="").splitlines() == ["[]", "(1, 2, 40, 8)", "[]"]
 
 
-def test_import_costs_less_than_50_ms_beyond_torch() -> None:
-    code = "import time, torch; t = time.perf_counter(); import flexattn; print((time.perf_counter() - t) * 1e3)"
+def test_import_costs_less_than_50_ms_beyond_torch(tmp_path: Path) -> None:
+    """Processor time, with byte code as an installed package has it (kept in tmp_path, whatever the environment says)."""
+    code = f"""
+import sys, time, torch
+sys.dont_write_bytecode, sys.pycache_prefix = False, {str(tmp_path)!r}
+start = time.process_time()
+import flexattn
+print((time.process_time() - start) * 1e3)
+"""
     _run(code)  # writes the byte code
-    times = sorted(float(_run(code)) for _ in range(3))
-    assert times[0] < 50, times
+    times = [float(_run(code)) for _ in range(3)]
+    assert min(times) < 50, times
 
 
 def test_every_exported_name_exists_and_is_documented() -> None:

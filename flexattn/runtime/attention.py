@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flexattn.errors import CallError, MaskTypeError, OptionError
 from flexattn.frontend.block_mask import BlockMask
-from flexattn.frontend.trace import Traced, mod_kind, trace
+from flexattn.frontend.program import Traced
+from flexattn.frontend.trace import mod_kind, trace
 from flexattn.runtime import settings, stats
 from flexattn.runtime.autograd import attend
 from flexattn.runtime.eager import eager_only

@@ -17,7 +17,7 @@ from flexattn.errors import CallError, DeviceError, DTypeError, OptionError, Sha
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
-    from flexattn.frontend.trace import Traced
+    from flexattn.frontend.program import Traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
