@@ -345,7 +345,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
     patience = 0 if problem.want_max else PATIENCE
     fused = _fits_fused(call)
     for unit, rows in call.units():
-        k, v = unit.key_rows(call.k), unit.key_rows(call.v)
+        k, v = _plain(unit.key_rows(call.k)), _plain(unit.key_rows(call.v))
         for row in rows:
             if fused and row.spans and _fused_row(call, unit, row, (k, v), (out, lse)):
                 continue
@@ -372,7 +372,7 @@ def _fits_fused(call: _Call) -> bool:
 
 def _fused_row(call: _Call, unit: Unit, row: Row, keys: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]) -> bool:
     """A row of out and lse by torch's fused attention; False (nothing written) where a masked score is not finite."""
-    q = unit.fold(unit.queries(call.q, row)).unsqueeze(0)
+    q = _plain(unit.fold(unit.queries(call.q, row))).unsqueeze(0)
     found: tuple[Tensor, Tensor] | None = None
     for chunk in _split(row.spans, call.device):
         bias, empty = _bias(unit, row, chunk.length, call.dropped(unit, row, chunk), chunk.masked, call.dtype)
@@ -389,6 +389,11 @@ def _fused_row(call: _Call, unit: Unit, row: Row, keys: tuple[Tensor, Tensor], r
     unit.queries(results[0], row).copy_(unit.unfold(out))
     unit.queries(results[1], row).copy_(unit.unfold(lse).squeeze(-1))
     return True
+
+
+def _plain(x: Tensor) -> Tensor:
+    """x with rows a matrix product reads without a copy: dense, not overlapping."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
 def _bias(
