@@ -130,7 +130,12 @@ def test_reference_imports_nothing_of_the_package_and_optimised_code_never_impor
 
 def _run(code: str, **env: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, cwd=PACKAGE.parent, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        cwd=PACKAGE.parent,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -179,13 +184,14 @@ def test_every_exported_name_exists_and_is_documented() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", flexattn.__version__)
     assert set(dir(flexattn)) == set(flexattn.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
-        flexattn.no_such_name
+        _ = flexattn.no_such_name
 
 
 def test_function_is_not_shadowed_by_a_submodule() -> None:
     code = """
 from flexattn import flex_attention, explain, stats
 import flexattn, flexattn.runtime.attention, flexattn.runtime.explain, flexattn.runtime.stats
-print(callable(flexattn.flex_attention), flexattn.flex_attention is flex_attention, callable(flexattn.stats), callable(flexattn.explain))
+print(callable(flexattn.flex_attention), flexattn.flex_attention is flex_attention)
+print(callable(flexattn.stats), callable(flexattn.explain))
 """
     assert _run(code).split() == ["True"] * 4

@@ -98,7 +98,13 @@ def flex_attention(
     """
     aux = _requested(return_lse, return_aux)
     problem, plan = prepare(
-        (query, key, value), score_mod, (block_mask, mask_mod), scale=scale, enable_gqa=enable_gqa, aux=aux, options=kernel_options
+        (query, key, value),
+        score_mod,
+        (block_mask, mask_mod),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        aux=aux,
+        options=kernel_options,
     )
     out, lse, max_scores = attend(problem, plan)
     if return_aux is not None:
@@ -163,7 +169,9 @@ def _requested(return_lse: bool, return_aux: Any) -> AuxRequest:
             hint="return_aux=AuxRequest(lse=True) alone; return_lse is deprecated",
         )
     if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
-        raise CallError("return_aux must be an AuxRequest", given=type(return_aux).__name__, hint="AuxRequest(lse=True)")
+        raise CallError(
+            "return_aux must be an AuxRequest", given=type(return_aux).__name__, hint="AuxRequest(lse=True)"
+        )
     return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
 
 
@@ -184,7 +192,9 @@ def _check_kind(mod: Any, kind: str, form: str) -> None:
     if not callable(mod):
         raise CallError(f"{kind}_mod must be callable", given=type(mod).__name__, hint=form)
     if (found := mod_kind(mod)) != kind:
-        raise MaskTypeError(f"{kind}_mod must have the form {form}", given=f"a {found}_mod", hint=f"passing it as {found}_mod=")
+        raise MaskTypeError(
+            f"{kind}_mod must have the form {form}", given=f"a {found}_mod", hint=f"passing it as {found}_mod="
+        )
 
 
 def _on_device(traced: Traced, device: torch.device, name: str) -> Traced:

@@ -53,7 +53,7 @@ class FlexAttention(torch.autograd.Function):
     """The autograd node: apply(problem, plan, query, key, value, *captures) -> (out, lse, max_scores)."""
 
     @staticmethod
-    def forward(problem: Problem, plan: Plan, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
+    def forward(problem: Problem, plan: Plan, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Makes the tile maps of both directions, then runs the forward pass."""
         q, k, v, *captures = inputs
         problem = problem.bind(q, k, v, tuple(captures))
@@ -191,7 +191,7 @@ def _forbid_second_derivative(grads: Sequence[Tensor | None], inputs: Sequence[T
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(grad: Tensor, root: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(grad: Tensor, root: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod

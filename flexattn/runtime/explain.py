@@ -28,8 +28,8 @@ from flexattn.runtime.plan import Plan, Problem
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
-    from flexattn.frontend.tile_map import TileMap
     from flexattn.frontend.program import Traced
+    from flexattn.frontend.tile_map import TileMap
 
 
 def explain(
@@ -58,7 +58,12 @@ def explain(
         ...
     """
     problem, plan = prepare(
-        (query, key, value), score_mod, (block_mask, mask_mod), scale=scale, enable_gqa=enable_gqa, options=kernel_options
+        (query, key, value),
+        score_mod,
+        (block_mask, mask_mod),
+        scale=scale,
+        enable_gqa=enable_gqa,
+        options=kernel_options,
     )
     lines = [*_inputs(problem), "", *_program("score_mod", problem.score, score_mod), *_mask(problem, mask_mod), ""]
     return "\n".join([*lines, *_choice(plan), "", *_generated(problem, plan)])

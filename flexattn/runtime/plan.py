@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import settings, stats
-from flexattn.runtime.validate import InputDeviceError
 from flexattn.runtime.options import DEFAULT, BackendError, KernelOptions
+from flexattn.runtime.validate import InputDeviceError
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
@@ -188,14 +188,18 @@ def choose_backend(dtype: torch.dtype, device: Device, wanted: str, *, interpret
     Raises: BackendError where `wanted` cannot run, InputDeviceError for tensors without data.
     """
     if device.type == "meta":
-        raise InputDeviceError("FlexAttention is only supported on devices that compute", given="meta tensors", hint="the CPU")
+        raise InputDeviceError(
+            "FlexAttention is only supported on devices that compute", given="meta tensors", hint="the CPU"
+        )
     if wanted == "TORCH":
         return "torch", "BACKEND='TORCH' was asked for"
     obstacle = _triton_obstacle(dtype, device, interpret=interpret and wanted != "AUTO")
     if wanted != "AUTO":
         if obstacle is not None:
             hint = "BACKEND='AUTO'" + (", or TRITON_INTERPRET=1 in the environment" if device.type == "cpu" else "")
-            raise BackendError(f"BACKEND={wanted!r} was specified but cannot be used for this input", given=obstacle, hint=hint)
+            raise BackendError(
+                f"BACKEND={wanted!r} was specified but cannot be used for this input", given=obstacle, hint=hint
+            )
         return "triton", f"BACKEND={wanted!r} was asked for"
     if obstacle is None:
         return "triton", f"{device.type} {device.capability[0]}.{device.capability[1]}, {_name(dtype)}"
@@ -226,7 +230,8 @@ def _check_special_backend(problem: Problem) -> None:
         )
     if backend == "FLASH":
         raise BackendError(
-            "BACKEND='FLASH' but flash attention cannot be used: flexattn generates its own kernels", hint="BACKEND='AUTO'"
+            "BACKEND='FLASH' but flash attention cannot be used: flexattn generates its own kernels",
+            hint="BACKEND='AUTO'",
         )
     if problem.q.shape[-2] > _DECODE_Q_LEN:
         raise BackendError(

@@ -53,7 +53,9 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
             raise CallError(f"{name} must be a torch.Tensor", given=type(x).__name__)
         if x.is_nested:
             raise UnsupportedError(
-                "flex_attention does not support NestedTensor inputs", given=name, hint="a dense tensor and a document mask"
+                "flex_attention does not support NestedTensor inputs",
+                given=name,
+                hint="a dense tensor and a document mask",
             )
         if x.layout != torch.strided:
             raise UnsupportedError(f"{name} must be a dense tensor", given=x.layout, hint=f"{name}.to_dense()")
@@ -133,7 +135,9 @@ def _check_scale(scale: Any, qk_dim: int) -> float:
         return 1.0 / math.sqrt(qk_dim)
     if isinstance(scale, Tensor):
         raise CallError(
-            "scale must be a number", given="a tensor", hint="scale.item(), or score_mod with `score * scale` to learn it"
+            "scale must be a number",
+            given="a tensor",
+            hint="scale.item(), or score_mod with `score * scale` to learn it",
         )
     if not isinstance(scale, numbers.Real):
         raise CallError("scale must be a number", given=type(scale).__name__)

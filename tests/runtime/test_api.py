@@ -28,14 +28,18 @@ def close(actual, expected, *, atol=2e-5):
     assert (actual - expected).abs().max() <= atol * max(1.0, expected.abs().max())
 
 
-def qkv(*, batch=2, heads=4, kv_heads=None, q_len=40, kv_len=40, qk_dim=16, v_dim=24, dtype=torch.float32, kv_batch=None):
+def qkv(
+    *, batch=2, heads=4, kv_heads=None, q_len=40, kv_len=40, qk_dim=16, v_dim=24, dtype=torch.float32, kv_batch=None
+):
     kv = (batch if kv_batch is None else kv_batch, heads if kv_heads is None else kv_heads, kv_len)
     sizes = ((batch, heads, q_len, qk_dim), (*kv, qk_dim), (*kv, v_dim))
     return tuple(torch.randn(size, dtype=dtype) for size in sizes)
 
 
 # ---------------------------------------------------------------- the surface
-@pytest.mark.parametrize("name", ["flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks", "noop_mask"])
+@pytest.mark.parametrize(
+    "name", ["flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks", "noop_mask"]
+)
 def test_signatures_begin_as_torchs_do(name):
     """Every parameter of torch's is ours, with its kind, position and default; what we add is keyword-only or after them."""
     ours = inspect.signature(getattr(flexattn, name)).parameters
@@ -103,7 +107,9 @@ MASK_MODS = {
     "documents": lambda b, h, q_idx, kv_idx: (IDS[q_idx] == IDS[kv_idx]) & (q_idx >= kv_idx),
     "by head": lambda b, h, q_idx, kv_idx: (kv_idx % 4 == h) | (kv_idx == q_idx),
     "by batch": lambda b, h, q_idx, kv_idx: kv_idx < 5 + 7 * b,
-    "floor": lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx) // 4 == -1) | ((q_idx - kv_idx) % 4 == 3) | (q_idx == kv_idx),
+    "floor": lambda b, h, q_idx, kv_idx: (
+        ((q_idx - kv_idx) // 4 == -1) | ((q_idx - kv_idx) % 4 == 3) | (q_idx == kv_idx)
+    ),
     "true": lambda b, h, q_idx, kv_idx: True,
 }
 
@@ -153,7 +159,11 @@ def test_groups_batches_and_dtypes(dtype, heads, kv_heads, kv_batch):
     mods = {"score_mod": head_slope, "mask_mod": lambda b, h, q_idx, kv_idx: (q_idx + 37 >= kv_idx) & (kv_idx != h + b)}
     out, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True), **mods)
     expected, lse = oracle(q, k, v, **mods)
-    close(out, expected, atol={torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-12}[dtype])
+    close(
+        out,
+        expected,
+        atol={torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-5, torch.float64: 1e-12}[dtype],
+    )
     assert out.dtype == dtype
     assert aux.lse.dtype == aux.max_scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     close(aux.lse, lse, atol=1e-4 if dtype != torch.float64 else 1e-12)
@@ -170,7 +180,9 @@ def test_list_masks_keep_their_blocks():
     q, k, v = qkv(q_len=64, kv_len=64)
     counts = torch.tensor([[[1, 2, 1, 0]]], dtype=torch.int32)
     indices = torch.tensor([[[[2, 0, 1, 3], [0, 3, 1, 2], [1, 0, 2, 3], [0, 1, 2, 3]]]], dtype=torch.int32)
-    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 != 0)
+    mask = BlockMask.from_kv_blocks(
+        counts, indices, BLOCK_SIZE=16, mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 != 0
+    )
     table = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
     dense = lambda b, h, q_idx, kv_idx: table[q_idx // 16, kv_idx // 16] & ((q_idx + kv_idx) % 3 != 0)
     out = flex_attention(q, k, v, block_mask=mask)
@@ -244,7 +256,13 @@ def test_odd_strides():
 # ---------------------------------------------------------------- contract: empty rows, sizes of zero
 @pytest.mark.parametrize(
     ("sizes", "empty"),
-    [({"batch": 0}, "none"), ({"q_len": 0}, "none"), ({"kv_len": 0}, "rows"), ({"q_len": 0, "kv_len": 0}, "none"), ({"heads": 0}, "none")],
+    [
+        ({"batch": 0}, "none"),
+        ({"q_len": 0}, "none"),
+        ({"kv_len": 0}, "rows"),
+        ({"q_len": 0, "kv_len": 0}, "none"),
+        ({"heads": 0}, "none"),
+    ],
 )
 @pytest.mark.parametrize("mods", [{}, {"mask_mod": CAUSAL}, {"score_mod": softcap}])
 def test_sizes_of_zero(sizes, empty, mods):

@@ -26,7 +26,9 @@ def close(actual, expected, *, atol=5e-5):
     assert (actual - expected).abs().max() <= atol * max(1.0, expected.abs().max())
 
 
-def qkv(*, batch=2, heads=4, kv_heads=None, q_len=40, kv_len=40, qk_dim=16, v_dim=24, dtype=torch.float32, kv_batch=None):
+def qkv(
+    *, batch=2, heads=4, kv_heads=None, q_len=40, kv_len=40, qk_dim=16, v_dim=24, dtype=torch.float32, kv_batch=None
+):
     kv = (batch if kv_batch is None else kv_batch, heads if kv_heads is None else kv_heads, kv_len)
     sizes = ((batch, heads, q_len, qk_dim), (*kv, qk_dim), (*kv, v_dim))
     return tuple(torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes)
@@ -41,7 +43,10 @@ def compare(tensors, captures=(), *, use_lse=False, atol=5e-5, **mods):
     weight, lse_weight = torch.randn_like(expected), torch.randn_like(lse)
     losses = [(o * weight.to(o.dtype)).sum() for o in (out, expected)]
     if use_lse:
-        losses = [loss + torch.where(x > -math.inf, x * lse_weight.to(x.dtype), 0).sum() for loss, x in zip(losses, (aux.lse, lse))]
+        losses = [
+            loss + torch.where(x > -math.inf, x * lse_weight.to(x.dtype), 0).sum()
+            for loss, x in zip(losses, (aux.lse, lse))
+        ]
     actual = torch.autograd.grad(losses[0], leaves, retain_graph=True)  # a captured tensor may be computed outside
     wanted = torch.autograd.grad(losses[1], leaves, allow_unused=True)
     for leaf, got, want in zip(leaves, actual, wanted):
@@ -69,13 +74,25 @@ SCORE_MODS = {
 
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_gradients_of_score_mods(name):
-    compare(qkv(), score_mod=SCORE_MODS[name], mask_mod=lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx - 9) & (kv_idx != 3 + b))
+    compare(
+        qkv(),
+        score_mod=SCORE_MODS[name],
+        mask_mod=lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx - 9) & (kv_idx != 3 + b),
+    )
 
 
 @pytest.mark.parametrize("use_lse", [False, True])
-@pytest.mark.parametrize("sizes", [{}, {"heads": 6, "kv_heads": 2}, {"kv_batch": 1}, {"q_len": 17, "kv_len": 150}, {"q_len": 150, "kv_len": 17}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"heads": 6, "kv_heads": 2}, {"kv_batch": 1}, {"q_len": 17, "kv_len": 150}, {"q_len": 150, "kv_len": 17}],
+)
 def test_gradients_of_shapes_and_through_lse(sizes, use_lse):
-    compare(qkv(**sizes), use_lse=use_lse, mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + 5 >= kv_idx) & (q_idx != 4), scale=0.3)
+    compare(
+        qkv(**sizes),
+        use_lse=use_lse,
+        mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + 5 >= kv_idx) & (q_idx != 4),
+        scale=0.3,
+    )
 
 
 def test_only_lse_used():
@@ -91,7 +108,9 @@ def test_only_lse_used():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_dtypes(dtype):
     atol = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float64: 1e-10}[dtype]
-    compare(qkv(dtype=dtype), score_mod=SCORE_MODS["softcap"], mask_mod=CAUSAL, atol=atol, use_lse=dtype == torch.float64)
+    compare(
+        qkv(dtype=dtype), score_mod=SCORE_MODS["softcap"], mask_mod=CAUSAL, atol=atol, use_lse=dtype == torch.float64
+    )
 
 
 def test_rows_without_a_key_give_exactly_zero():
@@ -148,7 +167,9 @@ def test_strided_and_broadcast_captures():
     parameter = torch.randn(40, 4, requires_grad=True)
     view = (2 * parameter).transpose(0, 1)
     wide = parameter[:, :1].expand(40, 40)
-    compare(qkv(), (parameter,), score_mod=lambda score, b, h, q_idx, kv_idx: score + view[h, kv_idx] + wide[q_idx, kv_idx])
+    compare(
+        qkv(), (parameter,), score_mod=lambda score, b, h, q_idx, kv_idx: score + view[h, kv_idx] + wide[q_idx, kv_idx]
+    )
 
 
 def test_module_parameters_train():
@@ -220,7 +241,10 @@ def test_gradcheck():
     bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
 
     def f(q, k, v, bias):
-        mods = {"score_mod": lambda score, b, h, i, j: torch.tanh(score) + bias[j], "mask_mod": lambda b, h, i, j: i + 2 >= j}
+        mods = {
+            "score_mod": lambda score, b, h, i, j: torch.tanh(score) + bias[j],
+            "mask_mod": lambda b, h, i, j: i + 2 >= j,
+        }
         out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **mods)
         return out, aux.lse
 
@@ -300,7 +324,9 @@ def test_function_transforms_give_first_derivatives():
 def test_both_directions_tile_maps_exist_before_backward(monkeypatch):
     """The snapshot rule: no tile map is asked for that was not made before the forward launch."""
     q, k, v = qkv(q_len=300, kv_len=300)
-    mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 200), None, None, 300, 300, device="cpu")
+    mask = create_block_mask(
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 200), None, None, 300, 300, device="cpu"
+    )
     flexattn.reset_stats()
     out = flex_attention(q, k, v, block_mask=mask)
     before = flexattn.stats().mask_builds.total()
@@ -326,4 +352,3 @@ def test_deterministic_algorithms_speak_up_where_atomics_would_be_used():
             alert("triton")
     finally:
         torch.use_deterministic_algorithms(False)
-

@@ -100,7 +100,9 @@ def test_compiled_model_trains_as_the_eager_one(backend, masked):
 
 def test_mask_made_inside_a_compiled_function():
     def step(q, k, v, width):
-        mask = flexattn.create_block_mask(lambda b, h, i, j: (i - j).abs() <= width, None, None, q.shape[2], k.shape[2], device=q.device)
+        mask = flexattn.create_block_mask(
+            lambda b, h, i, j: (i - j).abs() <= width, None, None, q.shape[2], k.shape[2], device=q.device
+        )
         return flexattn.flex_attention(q * 2, k, v, block_mask=mask) + 1
 
     compiled = torch.compile(step, backend="eager")

@@ -157,7 +157,7 @@ def test_explain_says_what_happens():
 
 def test_explain_shows_the_code_a_gpu_would_get():
     q, k, v = qkv(q_len=300, kv_len=300)
-    text = explain(q, k, v, mask_mod=CAUSAL, **{"score_mod": lambda score, b, h, q_idx, kv_idx: torch.tanh(score)})
+    text = explain(q, k, v, mask_mod=CAUSAL, score_mod=lambda score, b, h, q_idx, kv_idx: torch.tanh(score))
     assert "def score_mod" in text or "leaf" in text
 
 

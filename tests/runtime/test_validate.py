@@ -30,12 +30,37 @@ def qkv(*, batch=2, heads=4, q_len=16, kv_len=16, qk_dim=8, v_dim=8, kv_heads=No
 @pytest.mark.parametrize(
     ("tensors", "builtin", "ours", "fragment"),
     [
-        (lambda: [x[0] for x in qkv()], NotImplementedError, errors.UnsupportedError, "NYI: query, key, and value must be 4D tensors"),
-        (lambda: qkv(kv_heads=2), ValueError, errors.ShapeError, "Expect query and key/value to have the same number of heads"),
+        (
+            lambda: [x[0] for x in qkv()],
+            NotImplementedError,
+            errors.UnsupportedError,
+            "NYI: query, key, and value must be 4D tensors",
+        ),
+        (
+            lambda: qkv(kv_heads=2),
+            ValueError,
+            errors.ShapeError,
+            "Expect query and key/value to have the same number of heads",
+        ),
         (lambda: qkv(kv_heads=2), ValueError, errors.ShapeError, "Hq=4 and Hkv=2.*Try setting enable_gqa=True"),
-        (lambda: qkv(batch=3, kv_batch=2), ValueError, errors.ShapeError, "to have the same batch size.*Bq=3 and Bkv=2"),
-        (lambda: [*qkv()[:1], *qkv(qk_dim=4)[1:]], ValueError, errors.ShapeError, "the same embedding dimension; got E=8 and E=4"),
-        (lambda: [*qkv()[:2], qkv(kv_len=9)[2]], ValueError, errors.ShapeError, r"\(2, 4, 16, 8\) and value \(2, 4, 9, 8\)"),
+        (
+            lambda: qkv(batch=3, kv_batch=2),
+            ValueError,
+            errors.ShapeError,
+            "to have the same batch size.*Bq=3 and Bkv=2",
+        ),
+        (
+            lambda: [*qkv()[:1], *qkv(qk_dim=4)[1:]],
+            ValueError,
+            errors.ShapeError,
+            "the same embedding dimension; got E=8 and E=4",
+        ),
+        (
+            lambda: [*qkv()[:2], qkv(kv_len=9)[2]],
+            ValueError,
+            errors.ShapeError,
+            r"\(2, 4, 16, 8\) and value \(2, 4, 9, 8\)",
+        ),
         (lambda: qkv(qk_dim=0), ValueError, errors.ShapeError, "at least 1"),
         (
             lambda: [*qkv()[:2], qkv(dtype=torch.bfloat16)[2]],
@@ -85,7 +110,13 @@ def test_mixed_dtypes_run_under_autocast():
 # ---------------------------------------------------------------- scale
 @pytest.mark.parametrize(
     ("scale", "builtin"),
-    [("1", TypeError), (torch.tensor(1.0), TypeError), (float("nan"), ValueError), (float("inf"), ValueError), (1j, TypeError)],
+    [
+        ("1", TypeError),
+        (torch.tensor(1.0), TypeError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        (1j, TypeError),
+    ],
 )
 def test_scale_must_be_a_finite_number(scale, builtin):
     with pytest.raises(builtin, match="scale must be"):
@@ -116,11 +147,12 @@ def test_masks_of_other_sizes_are_refused_naming_both(batch, heads):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "word"), [((8, 16), "smaller"), ((16, 8), "smaller"), ((32, 16), "larger"), ((16, 32), "larger"), ((32, 32), "larger")]
+    ("lengths", "word"),
+    [((8, 16), "smaller"), ((16, 8), "smaller"), ((32, 16), "larger"), ((16, 32), "larger"), ((32, 32), "larger")],
 )
 def test_mask_lengths_must_match(lengths, word):
     mask = create_block_mask(CAUSAL, None, None, *lengths, device="cpu")
-    with pytest.raises(ValueError, match="block_mask was created for block_mask.shape=") as caught:
+    with pytest.raises(ValueError, match=r"block_mask was created for block_mask\.shape=") as caught:
         flex_attention(*qkv(), block_mask=mask)
     assert word in str(caught.value)
     assert "q_len=16 and kv_len=16" in str(caught.value)
@@ -139,7 +171,9 @@ def test_tensors_without_data_are_refused():
 
 def test_captured_tensor_on_another_device():
     bias = torch.zeros(16, device="meta")
-    with pytest.raises(RuntimeError, match=r"captured by score_mod must be on query's device; got capture 0 of shape \(16,\) on meta"):
+    with pytest.raises(
+        RuntimeError, match=r"captured by score_mod must be on query's device; got capture 0 of shape \(16,\) on meta"
+    ):
         flex_attention(*qkv(), score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx])
 
 
@@ -149,7 +183,11 @@ def test_captured_tensor_on_another_device():
         ({"block_mask": CAUSAL}, TypeError, "block_mask must be a BlockMask; got function. Try: mask_mod="),
         ({"block_mask": 3}, TypeError, "block_mask must be a BlockMask; got int"),
         ({"score_mod": CAUSAL}, AssertionError, "score_mod must have the form .*mask_mod="),
-        ({"mask_mod": lambda score, b, h, q_idx, kv_idx: score}, AssertionError, "mask_mod must have the form .*score_mod="),
+        (
+            {"mask_mod": lambda score, b, h, q_idx, kv_idx: score},
+            AssertionError,
+            "mask_mod must have the form .*score_mod=",
+        ),
         ({"score_mod": 1.0}, TypeError, "score_mod must be callable"),
         ({"mask_mod": lambda b, h, q_idx, kv_idx: q_idx * 0.5}, AssertionError, "bool"),
     ],
@@ -240,13 +278,22 @@ def test_decode_is_for_short_queries():
 
 def test_triton_on_the_cpu_is_not_replaced_in_silence(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="BACKEND='TRITON' was specified but cannot be used.*TRITON_INTERPRET=1"):
+    with pytest.raises(RuntimeError, match=r"BACKEND='TRITON' was specified but cannot be used.*TRITON_INTERPRET=1"):
         flex_attention(*qkv(), kernel_options={"BACKEND": "TRITON"})
 
 
 @pytest.mark.parametrize(
     "name",
-    ["ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "PRESCALE_QK", "USE_TMA", "kpack", "waves_per_eu", "SPLIT_KV"],
+    [
+        "ROWS_GUARANTEED_SAFE",
+        "BLOCKS_ARE_CONTIGUOUS",
+        "WRITE_DQ",
+        "PRESCALE_QK",
+        "USE_TMA",
+        "kpack",
+        "waves_per_eu",
+        "SPLIT_KV",
+    ],
 )
 def test_options_without_meaning_warn_once_and_change_nothing(name):
     settings.forget_warnings()
