@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import CaptureIndexError, OptionError
-from flexattn.frontend.expr import DEP_B, DEP_H, topological
+from flexattn.frontend.expr import DEP_B, DEP_H, const, make, topological
 from flexattn.frontend.interval import Tables, bounds
 from flexattn.frontend.evaluate import evaluate
-from flexattn.frontend.program import Traced
+from flexattn.frontend.program import Program, Traced
 
 FAN = 4  # an undecided rectangle is split into FAN x FAN
 TOP_BOXES = 1024  # rectangles of the first level, at most
@@ -137,7 +137,7 @@ class TileMap:
         """The kernel's table of the rows, or of the columns; made once."""
         if ("table", transposed) not in self._cache:
             spans = (self.full_t, self.partial_t) if transposed else (self.full, self.partial)
-            self._cache["table", transposed] = span_table(*spans, groups=self.grid.groups)
+            self._cache["table", transposed] = span_table(*spans, groups=self.grid.groups, lines=self.cols if transposed else self.rows)
         table = self._cache["table", transposed]
         assert isinstance(table, SpanTable)
         return table
@@ -202,10 +202,41 @@ def build_tile_map(
         q_block=q_block,
         kv_block=kv_block,
     )
-    tile_map = _Builder(traced_mask, grid, torch.device(device)).run()
+    device = torch.device(device)
+    if traced_mask is not None and device.type == "cpu":
+        _check_reads(traced_mask, grid)
+    tile_map = _Builder(traced_mask, grid, device).run()
     for listener in ON_BUILD:
         listener(tile_map)
     return tile_map
+
+
+def _check_reads(traced: Traced, grid: Grid) -> None:
+    """A kept pair for which a captured tensor is read out of range is the user's error; a dropped one is not.
+
+    Nearly always one look at the whole index range rules it out; else `mask & out of range` is decided like any mask.
+    """
+    program, binding = traced
+    loads = [n for n in topological([program.body]) if n.op == "load" and n.args]
+    if not loads or not grid.groups * grid.q_len * grid.kv_len:
+        return
+    outside = const(False, torch.bool)
+    for node in loads:
+        for size, index in zip(binding.captures[node.attr[0]].shape, node.args, strict=True):  # type: ignore[index]
+            outside = make("or", outside, make("or", make("lt", index, -size), make("ge", index, size)))
+    sizes = {"b": grid.batch, "h": grid.heads, "q_idx": grid.q_len, "kv_idx": grid.kv_len}
+    box = {n: (torch.zeros(1, dtype=torch.int64), torch.tensor([size - 1])) for n, size in sizes.items()}
+    misread = Program("mask", outside, program.captures, program.numbers)
+    if not bounds(misread, Tables(binding), **box)[1].any():
+        return
+    misread = Program("mask", make("and", program.body, outside), program.captures, program.numbers, name=program.name)
+    found = _Builder(Traced(misread, binding), grid, torch.device("cpu")).run()
+    if len(found.full.start) or len(found.partial.start):
+        raise CaptureIndexError(
+            f"mask_mod {program.name} keeps a pair for which it reads a captured tensor out of range",
+            given=f"captured shapes {[tuple(t.shape) for t in binding.captures]} for {grid.q_len} queries and {grid.kv_len} keys",
+            hint="captured tensors as long as the sequence, or a condition that drops such pairs",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- runs and spans
@@ -335,9 +366,8 @@ def coverage(spans: Spans, *, group: int, lines: int, cells: int, line_step: int
     return out
 
 
-def span_table(full: Spans, partial: Spans, *, groups: int) -> SpanTable:
+def span_table(full: Spans, partial: Spans, *, groups: int, lines: int) -> SpanTable:
     """Pack spans for a kernel; see `SpanTable`."""
-    lines = (len(full.indptr) - 1) // max(groups, 1)
     shape = (groups, lines)
     index = torch.arange(lines, device=full.indptr.device).expand(shape).reshape(-1)
     rows = torch.zeros(groups * lines, 12, dtype=torch.int32, device=full.indptr.device)
@@ -382,16 +412,10 @@ class _Predicate:
         return must.to(group.device).expand(shape), may.to(group.device).expand(shape)
 
     def at(self, group: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        """The mask at the points q [n, a, 1] x kv [n, 1, c]; a kept read out of range is the user's error."""
+        """The mask at the points q [n, a, 1] x kv [n, 1, c]."""
         group = group[:, None, None]
         b, h = group // self.heads, group % self.heads
-        outside: list[Tensor] = []
-        kept = evaluate(self.program, self.binding, b=b, h=h, q_idx=q, kv_idx=kv, out_of_range=outside)
-        if any(bool((bad & kept).any()) for bad in outside):
-            raise CaptureIndexError(
-                f"mask_mod {self.program.name} keeps a pair for which it reads a captured tensor out of range",
-                hint="captured tensors as long as the sequence, or a condition that drops such pairs",
-            )
+        kept = evaluate(self.program, self.binding, b=b, h=h, q_idx=q, kv_idx=kv)
         return kept.to(group.device).expand(len(group), q.shape[1], kv.shape[2])
 
 
