@@ -7,6 +7,7 @@ a mod is ordinary code, so running it on proxies is enough; nothing is parsed, a
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -33,6 +34,8 @@ def mod_kind(fn: Callable[..., Any]) -> str:
         MaskTypeError: Any other number of parameters.
     """
     wanted = {5: "score", 4: "mask"}
+    if type(fn) is types.FunctionType and not fn.__dict__ and not fn.__defaults__ and fn.__code__.co_argcount in wanted:
+        return wanted[fn.__code__.co_argcount]  # a plain function, without the cost of inspect
     parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from flexattn.frontend.program import Program, Traced
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WIDE = 2**31  # element offsets from here on need 64-bit arithmetic
 _DECODE_Q_LEN = 128  # torch's own limit for its decode kernel
 
 
@@ -72,25 +71,22 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Facts about the tensors a kernel may be specialised on: nothing that changes with a length or a batch size."""
+    """Facts about the tensors a plan rests on: nothing that changes with a length or a batch size.
+
+    Strides, alignment and size classes are facts of a kernel, not of a plan: the backend keeps them in `Plan.memo`.
+    """
 
     dtype: torch.dtype
     qk_dim: int
     v_dim: int
-    group: int
-    unit_strides: tuple[bool, bool, bool]
-    wide: bool
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor) -> Layout:
-        """Reads the facts off query, key and value."""
+    def of(q: Tensor, v: Tensor) -> Layout:
+        """Reads the facts off query and value."""
         return Layout(
             dtype=q.dtype,
             qk_dim=q.shape[-1],
             v_dim=v.shape[-1],
-            group=q.shape[1] // k.shape[1] if k.shape[1] else 1,
-            unit_strides=(q.stride(-1) == 1, k.stride(-1) == 1, v.stride(-1) == 1),
-            wide=any(_span(x) >= _WIDE for x in (q, k, v)),
         )
 
 
@@ -150,7 +146,7 @@ def make_plan(problem: Problem) -> Plan:
     return _plan(
         problem.score.program if problem.score is not None else None,
         problem.mask.program if problem.mask is not None else None,
-        Layout.of(problem.q, problem.k, problem.v),
+        Layout.of(problem.q, problem.v),
         Device.of(problem.q.device),
         options,
         problem.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
@@ -245,11 +241,6 @@ def _check_special_backend(problem: Problem) -> None:
 @functools.lru_cache(maxsize=1)
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _span(x: Tensor) -> int:
-    """Elements from the first to the last one in memory."""
-    return 1 + sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride()) if size)
 
 
 def _name(dtype: torch.dtype) -> str:

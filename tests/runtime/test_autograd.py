@@ -336,7 +336,7 @@ def test_both_directions_tile_maps_exist_before_backward(monkeypatch):
 
 def test_deterministic_algorithms_speak_up_where_atomics_would_be_used():
     def alert(backend):
-        layout = Layout(torch.float32, 8, 8, 1, (True, True, True), False)
+        layout = Layout(torch.float32, 8, 8)
         plan = Plan(backend, "test", None, None, layout, Device("cpu"), flexattn.runtime.plan.DEFAULT)
         flexattn.runtime.autograd._alert_not_deterministic(plan)
 
