@@ -679,7 +679,7 @@ class BlockMask:
             raise DeviceError("masks on different devices cannot be combined", given=(a.device, b.device), hint="mask.to(device)")
         a._check_current()
         b._check_current()
-        return a, b, (_larger(*pairs[0]), _larger(*pairs[1]))
+        return a, b, (_larger(pairs[0]), _larger(pairs[1]))
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask with its lists, and the tensors its function captures, on another device."""

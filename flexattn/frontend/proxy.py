@@ -132,6 +132,7 @@ class Proxy:
         return lambda *args, **kwargs: _from_user(self.trace, handler, (self, *args), kwargs)
 
     dtype = property(lambda self: self.expr.dtype)
+    device = property(lambda self: torch.device("cpu"))  # of scalars made inside a mod; they go where the mod runs
     shape = property(lambda self: torch.Size(()))
     ndim = property(lambda self: 0)
     is_floating_point = lambda self: self.expr.dtype.is_floating_point

@@ -281,6 +281,44 @@ def _to(t: Trace, x: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     return x if wanted is None else _cast(t, x, wanted)
 
 
+def _constant(t: Trace, like: Any, value: Any, size: Any, dtype: Any) -> Any:
+    """A constant scalar, as torch's own and_masks and noop_mask make it; the device is the mod's anyway."""
+    if tuple(size) not in ((), (1,)):
+        raise error("a mod can only make scalars", given=f"size {tuple(size)}", hint="capture a tensor made outside the mod")
+    made = t.wrap(convert(t.operand(value), promote([t.operand(like)])))
+    return made if dtype is None else _cast(t, made, dtype)
+
+
+@_function("new_ones")
+def _new_ones(t: Trace, x: Any, size: Any = (), *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    return _constant(t, x, 1, size, dtype)
+
+
+@_function("new_zeros")
+def _new_zeros(t: Trace, x: Any, size: Any = (), *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    return _constant(t, x, 0, size, dtype)
+
+
+@_function("new_full")
+def _new_full(t: Trace, x: Any, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    return _constant(t, x, fill_value, size, dtype)
+
+
+@_function("ones_like")
+def _ones_like_scalar(t: Trace, x: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    return _constant(t, x, 1, (), dtype)
+
+
+@_function("zeros_like")
+def _zeros_like_scalar(t: Trace, x: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    return _constant(t, x, 0, (), dtype)
+
+
+@_function("full_like")
+def _full_like_scalar(t: Trace, x: Any, fill_value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    return _constant(t, x, fill_value, (), dtype)
+
+
 def _cast(t: Trace, x: Any, dtype: torch.dtype) -> Any:
     if isinstance(x, Row):
         return Row(t, [_cast(t, i, dtype) for i in x.items])
