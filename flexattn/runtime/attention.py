@@ -144,7 +144,9 @@ def prepare(
         v=value,
         scale=factor,
         score=score,
-        mask=mask.traced if mask is not None else None,
+        mask=_on_device(mask.traced, query.device, "mask_mod")
+        if mask is not None and mask.traced is not None
+        else None,
         block_mask=mask,
         want_lse=aux.lse or may_need_grad,
         want_max=aux.max_scores,

@@ -43,6 +43,10 @@ def attend(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]
     Returns: out [batch, q_heads, q_len, v_dim], lse [batch, q_heads, q_len], max_scores of that shape or None.
     """
     inputs = (problem.q, problem.k, problem.v, *problem.captures)
+    if settings.debug() and plan.backend == "triton" and not is_empty(problem):
+        from flexattn.runtime.debug import check_reads
+
+        check_reads(problem)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         out, lse, max_scores = FlexAttention.apply(problem, plan, *inputs)
         return out, lse, max_scores

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -169,7 +170,10 @@ def _plan(
     if backend == "torch" and (tiles := {**options.forward.given(), **options.backward.given()}):
         keys = ", ".join(sorted(tiles))
         settings.warn_once(f"torch path {keys}", f"kernel_options {keys}: no effect on the torch-ops path ({reason})")
-    return Plan(backend, reason, score, mask, layout, device, options, tf32)
+    plan = Plan(backend, reason, score, mask, layout, device, options, tf32)
+    if settings.debug():
+        print(f"flexattn: {plan}", file=sys.stderr)
+    return plan
 
 
 def choose_backend(dtype: torch.dtype, device: Device, wanted: str, *, interpret: bool) -> tuple[str, str]:

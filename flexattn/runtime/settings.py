@@ -19,7 +19,7 @@ class FlexPerformanceWarning(UserWarning):
 
 
 def debug() -> bool:
-    """True when `FLEXATTN_DEBUG` is set: captured reads out of range become errors and plans are printed."""
+    """True when `FLEXATTN_DEBUG` is set: reads out of range in kernels become errors, and new plans go to stderr."""
     return os.environ.get("FLEXATTN_DEBUG", "").strip().lower() not in _FALSE
 
 

@@ -10,6 +10,8 @@ import torch
 import flexattn
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.runtime import settings, stats
+from flexattn.runtime.attention import prepare
+from flexattn.runtime.debug import check_reads
 
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 
@@ -132,6 +134,37 @@ def test_settings_read_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("FLEXATTN_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert settings.cache_dir() == tmp_path / "flexattn"
+
+
+# ---------------------------------------------------------------- debug mode
+SHORT = torch.zeros(30)
+
+
+@pytest.mark.parametrize(
+    ("mods", "guilty"),
+    [
+        ({"score_mod": lambda score, b, h, q_idx, kv_idx: score + SHORT[kv_idx]}, "score_mod"),
+        ({"score_mod": lambda score, b, h, q_idx, kv_idx: score + SHORT[kv_idx - 31]}, "score_mod"),
+        ({"mask_mod": lambda b, h, q_idx, kv_idx: (SHORT[q_idx] < 1) | (kv_idx < 3)}, "mask_mod"),
+        ({"score_mod": lambda score, b, h, i, j: score + SHORT[j], "mask_mod": lambda b, h, i, j: j < 30}, None),
+        ({"mask_mod": lambda b, h, q_idx, kv_idx: (q_idx < 30) & (SHORT[q_idx] < 1)}, None),
+        ({"score_mod": lambda score, b, h, q_idx, kv_idx: score + SHORT[q_idx - kv_idx - 1]}, "score_mod"),
+    ],
+)
+def test_debug_mode_names_the_mod_that_reads_out_of_range(mods, guilty):
+    problem, _ = prepare(qkv(), mods.get("score_mod"), (None, mods.get("mask_mod")))
+    if guilty is None:
+        assert check_reads(problem) is None
+        return
+    with pytest.raises(IndexError, match=f"{guilty} .* out of range"):
+        check_reads(problem)
+
+
+def test_debug_mode_prints_new_plans(monkeypatch, capsys):
+    monkeypatch.setenv("FLEXATTN_DEBUG", "1")
+    flexattn.runtime.plan._plan.cache_clear()
+    flex_attention(*qkv())
+    assert "flexattn: Plan(backend='torch', reason='cpu tensors'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- explain
