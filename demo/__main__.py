@@ -72,14 +72,15 @@ def show_mask(text: PackedText, device: torch.device) -> None:
     whole = build_mask(document)
     tiles = whole.tile_map(128, 128)
     seconds = time.perf_counter() - start
-    lengths = torch.bincount(text.document.long())
-    kept = int((lengths * (lengths + 1) // 2).sum())
     print(
-        f"The whole text: {length:,} x {length:,} pairs, {100 * kept / length**2:.2f} % of them kept, "
+        f"The whole text: {length:,} x {length:,} pairs, {tiles.density():.2%} of them kept, "
         f"{whole.sparsity():.2f} % of the blocks skipped; built in {1e3 * seconds:.0f} ms"
     )
     print(f"  as a boolean matrix it would be {length**2 / 1e9:,.0f} GB")
-    print(f"  how its blocks were decided: {', '.join(f'{n:,} {how}' for how, n in tiles.decided.items())}")
+    shares = {how.replace("_", " "): n for how, n in tiles.decided.items() if isinstance(n, int) and n}
+    print(
+        f"  how its {shares.pop('tiles'):,} blocks were decided: {', '.join(f'{n:,} {how}' for how, n in shares.items())}"
+    )
 
 
 def build_mask(document: Tensor) -> flexattn.BlockMask:
@@ -164,9 +165,9 @@ def learn(text: PackedText, device: torch.device, *, seconds: float) -> bool:
     )
     prompt = torch.tensor([text.alphabet.index(c) for c in START + "The "], device=device)
     start = time.perf_counter()
-    drawn = sample(trained.model, prompt, 120)
+    drawn = sample(trained.model, prompt, 100)
     print(
-        f"120 characters of its own, at 120 different lengths ({time.perf_counter() - start:.1f} s): "
+        f"100 characters of its own, at 100 different lengths ({time.perf_counter() - start:.1f} s): "
         f"{'The ' + text.decode(drawn)!r}"
     )
     count = flexattn.stats()

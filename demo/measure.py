@@ -168,14 +168,22 @@ def _now(tensor: Tensor) -> float:
 
 
 def _peak_memory(device: torch.device, *, reset: bool = False) -> float:
-    """Bytes: on a GPU what torch allocated at most since the last reset, else the largest the process ever was."""
+    """Bytes: on a GPU what torch allocated at most since the last reset, else the most the process had resident.
+
+    Linux can forget the peak of a process, as a GPU's allocator can: what importing torch needed must not hide what
+    attention needs. (getrusage would even count what the parent had before it started this process.)
+    """
     if device.type == "cuda":
         if reset:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         return float(torch.cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    if sys.platform != "linux":
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM:"))
+    return float(line.split()[1]) * 1024
 
 
 def main() -> None:

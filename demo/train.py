@@ -1,4 +1,4 @@
-"""Packed text -> a trained model and the loss of every step, within a given number of seconds."""
+"""Packed text -> a trained model and the loss of every step, in about the given number of seconds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from demo.model import CharacterModel
 from demo.report import Progress
 from demo.text import PackedText, next_token_targets
+
+LEAST_STEPS = 60
 
 
 class Recipe(NamedTuple):
@@ -44,23 +45,22 @@ def train(text: PackedText, recipe: Recipe, *, seconds: float, device: torch.dev
     """Trains on random windows of the packed text until the time is up.
 
     Every step has other documents in its window, hence another mask; AdamW, a short warm-up, then a cosine decay over
-    the time that is left.
+    the time that is left. A busy machine gets the time it needs for LEAST_STEPS.
     """
     torch.manual_seed(0)
     model = CharacterModel(len(text.alphabet), dim=recipe.dim, heads=recipe.heads, layers=recipe.layers).to(device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01)
     text, generator = text.to(device), torch.Generator().manual_seed(0)
     losses: list[float] = []
-    start = time.perf_counter()
-    with Progress("training", seconds) as progress:
-        while (done := (time.perf_counter() - start) / seconds) < 1:
+    start, done = time.perf_counter(), 0.0
+    with Progress("training", 1.0) as progress:
+        while done < 1:
             for group in optimiser.param_groups:
-                group["lr"] = (
-                    recipe.rate * min(1.0, (len(losses) + 1) / 20) * (0.05 + 0.475 * (1 + math.cos(math.pi * done)))
-                )
+                group["lr"] = recipe.rate * _schedule(len(losses), done)
             first = int(torch.randint(len(text.tokens) - recipe.length, (), generator=generator))
             losses.append(_step(model, optimiser, text.window(first, recipe.length), device))
-            progress.show(done * seconds, f"step {len(losses)}, loss {_mean(losses[-10:]):.2f}")
+            done = min((time.perf_counter() - start) / seconds, len(losses) / LEAST_STEPS)
+            progress.show(done, f"step {len(losses)}, loss {_mean(losses[-10:]):.2f}")
     return Trained(model, losses)
 
 
@@ -80,9 +80,14 @@ def _step(model: CharacterModel, optimiser: torch.optim.Optimizer, window: Packe
     return float(loss.detach())
 
 
+def _schedule(step: int, done: float) -> float:
+    """The learning rate's factor: up over 20 steps, then down a cosine to a twentieth."""
+    return min(1.0, (step + 1) / 20) * (0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
 def _precision(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def _mean(values: list[float] | Tensor) -> float:
+def _mean(values: list[float]) -> float:
     return float(sum(values) / len(values))
