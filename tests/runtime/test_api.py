@@ -368,3 +368,66 @@ def test_autocast_keeps_float32_sums():
     assert out.dtype == torch.bfloat16
     rounded = [x.bfloat16() for x in (q, k, v)]
     close(aux.lse, oracle(*rounded, CAUSAL)[1], atol=1e-5)
+
+
+# ---------------------------------------------------------------- the same road with kernels
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["none", "documents", "by batch"])
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_kernels_agree_with_the_oracle(name, mask, monkeypatch):
+    for table in ("TABLE", "IDS"):
+        monkeypatch.setitem(globals(), table, globals()[table].cuda())
+    tensors = [x.cuda().requires_grad_() for x in qkv()]
+    mods = {"score_mod": SCORE_MODS[name], "mask_mod": MASK_MODS[mask]}
+    out, aux = flex_attention(*tensors, return_aux=AuxRequest(lse=True, max_scores=True), **mods)
+    expected, lse = oracle(*tensors, **mods)
+    weight = torch.randn_like(out)
+    close(out, expected)
+    close(aux.lse, lse)
+    grads = [torch.autograd.grad((x * weight).sum(), tensors, allow_unused=True) for x in (out, expected)]
+    for got, want, leaf in zip(*grads, tensors):
+        close(got, torch.zeros_like(leaf) if want is None else want, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_kernels_run_under_torch_compile_and_in_querys_order():
+    q, k, v = (x.cuda().transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(dtype=torch.bfloat16))
+    flexattn.reset_stats()
+    out = torch.compile(flex_attention, backend="eager")(q, k, v, mask_mod=CAUSAL)
+    assert out.transpose(1, 2).is_contiguous()
+    assert flexattn.stats().launches == {"forward": 1}
+    close(out, oracle(q, k, v, CAUSAL)[0], atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_a_scalar_on_the_cpu_follows_the_query():
+    q, k, v = (x.cuda() for x in qkv())
+    slope, width = torch.tensor(0.5, requires_grad=True), torch.tensor(9)
+    mods = {
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score * slope,
+        "mask_mod": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= width,
+    }
+    out = flex_attention(q, k, v, **mods)
+    close(out, oracle(q, k, v, lambda b, h, i, j: (i - j).abs() <= 9, lambda s, b, h, i, j: s * 0.5)[0])
+    out.square().sum().backward()
+    assert slope.grad.device.type == "cpu"
+    assert slope.grad != 0
+
+
+@pytest.mark.gpu
+def test_float64_on_a_gpu_is_announced_and_right():
+    q, k, v = (x.cuda() for x in qkv(dtype=torch.float64))
+    settings.forget_warnings()
+    flexattn.runtime.plan._plan.cache_clear()
+    with pytest.warns(flexattn.FlexPerformanceWarning, match="float64 has no kernel"):
+        out = flex_attention(q, k, v, mask_mod=CAUSAL)
+    close(out, oracle(q, k, v, CAUSAL)[0], atol=1e-12)
+
+
+@pytest.mark.multigpu
+def test_inputs_on_another_device_than_the_current_one():
+    q, k, v = (x.to("cuda:1").requires_grad_() for x in qkv())
+    out = flex_attention(q, k, v, mask_mod=CAUSAL)
+    assert out.device == q.device
+    out.sum().backward()
+    close(out, oracle(q, k, v, CAUSAL)[0])

@@ -44,6 +44,26 @@ def test_numbers_lengths_batches_and_tables_make_no_new_plan():
     assert seen.traces == {"score": 20, "mask": 20}
 
 
+@pytest.mark.gpu
+def test_values_build_no_kernel_within_a_size_class():
+    def step(*, width=3, cap=5.0, **sizes):
+        q, k, v = (x.cuda().requires_grad_() for x in qkv(**sizes))
+        flex_attention(q, k, v, **windowed(width, cap, torch.randn(k.shape[2], device="cuda"))).sum().backward()
+
+    for sizes in ({}, {"q_len": 1}, {"width": 2**31}, {"q_len": 1, "width": 2**31}):
+        step(**sizes)  # one build a size class
+    flexattn.reset_stats()
+    for width in (0, 1, 16, 17, -1, 2**31, 2**33):
+        step(width=width, cap=5.0 + width)
+    for length in (1, 15, 16, 17, 40, 128, 129, 200):
+        step(q_len=length, kv_len=length + 1)
+    for count in (1, 16, 17):
+        step(batch=count)
+        step(heads=count)
+    assert flexattn.stats().builds.total() == 0
+    assert flexattn.stats().plans.total() == 0
+
+
 def test_partial_and_attribute_numbers_make_no_new_plan():
     def window(width, b, h, q_idx, kv_idx):
         return q_idx - kv_idx <= width
