@@ -127,7 +127,7 @@ def _atomic(position: int, name: str, parts: Sequence[Value], inside: str | None
         return f'tl.atomic_add(sums[{position}] + tl.zeros(({name}).shape, tl.int32), {name}, sem="relaxed")'
     if all(part.type == "literal" for part in parts):
         offset = f"({offset}) + tl.full([], 0, tl.int32)"
-    where, mask = f"leaf_ops.spread({offset}, {name})", f"leaf_ops.spread({inside}, {name})"
+    where, mask = f"leaf_ops.spread({offset}, {name})", f"leaf_ops.spread({inside}, {name}) != 0"
     return f'tl.atomic_add(sums[{position}] + {where}, {name}, mask={mask}, sem="relaxed")'
 
 

@@ -125,6 +125,7 @@ def log1p(a):
 @triton.jit
 def power(a, b):
     """torch.pow on floats; a negative base works with an integral exponent."""
+    b = tl.where(a == a, b, b)  # the shape of a, for a constant exponent
     whole = tl.floor(b) == b
     odd = whole & (b - 2.0 * tl.floor(b * 0.5) == 1.0)
     size = tl.exp2(b * tl.log2(tl.abs(a)))
