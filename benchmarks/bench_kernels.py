@@ -17,8 +17,9 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -115,8 +116,8 @@ def compare_one(shape: tuple[int, int, int, int], name: str, rounds: int, theirs
     torch.cuda.synchronize()
     mask_ms = 1e3 * (time.perf_counter() - started)
     their_mask = torch_block_mask(mask, None, None, length, length, device="cuda", _compile=True) if mask else None
-    ours = lambda: flexattn.flex_attention(*tensors, score_mod=score, block_mask=our_mask)  # noqa: E731
-    others = lambda: theirs(*tensors, score_mod=score, block_mask=their_mask)  # noqa: E731
+    ours = lambda: flexattn.flex_attention(*tensors, score_mod=score, block_mask=our_mask)
+    others = lambda: theirs(*tensors, score_mod=score, block_mask=their_mask)
     started = time.perf_counter()
     out = ours()
     grad = torch.randn_like(out)
@@ -153,8 +154,10 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for shape, name in itertools.product(arguments.shapes, arguments.variants):
         torch._dynamo.reset()
         row = compare_one(SHAPES[shape], name, arguments.rounds, theirs)
-        show = {d: {s: round(row[d][s]["tflops"]) for s in ("ours", "torch")} | {"x": round(row[d]["speedup"], 3)} for d in ("forward", "backward")}
-        print(shape, name, show, {k: f"{v:.1e}" for k, v in row["difference"].items()}, f"mask {row['mask_build_ms']:.1f} ms", flush=True)
+        for direction in ("forward", "backward"):
+            ours, torchs = (round(row[direction][side]["tflops"]) for side in ("ours", "torch"))
+            print(f"{shape} {name} {direction}: {ours} and torch {torchs} TFLOP/s, {row[direction]['speedup']:.3f}x", flush=True)
+        print("   ", {k: f"{v:.1e}" for k, v in row["difference"].items()}, f"mask {row['mask_build_ms']:.1f} ms", flush=True)
         rows.append(row)
         save(arguments.out, rows)
     return rows
@@ -197,7 +200,8 @@ def sweep_one(shape: tuple[int, int, int, int], name: str, kernel: str, workers:
             row["difference"] = max(difference(a, b) for a, b in zip(flat(runs[kernel]()), reference))
             row["ms"] = statistics.median(milliseconds(runs[kernel], 3) for _ in range(3))
             compiled = next(c for key, c in plan.memo.items() if key[0] == kernel and c.config == config).kernel.compiled
-            row |= {"tflops": flops / row["ms"] / 1e9, "registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared}
+            row |= {"tflops": flops / row["ms"] / 1e9, "registers": compiled.n_regs, "spills": compiled.n_spills}
+            row["shared"] = compiled.metadata.shared
         except Exception as error:  # a configuration that does not build is a result of the sweep
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         rows.append(row)
@@ -236,7 +240,8 @@ def sweep(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         save(arguments.out, rows)
         print(f"{shape} {name} {kernel}", flush=True)
         for row in found[: arguments.top]:
-            print("   ", row["config"], {k: row[k] if k in ("spills", "registers", "shared") else round(row[k], 4) for k in row if k in ("ms", "tflops", "spills", "registers", "shared", "difference")}, row.get("error", ""), flush=True)
+            numbers = {k: round(x, 4) for k, x in row.items() if isinstance(x, (int, float))}
+            print("   ", row["config"], numbers, row.get("error", ""), flush=True)
     return rows
 
 

@@ -6,7 +6,7 @@ byte for byte the same for the same structure; the file it is written to is name
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -113,10 +114,10 @@ class Printer:
         return Value(name, "tl.int32", (0, LIMIT_32 if self.spec.wide_lengths else SMALL_INDEX - 1))
 
     def _number(self, node: Expr) -> Value:
-        position, kind, is_wide = self.arguments.numbers[node.attr]  # type: ignore[index]
+        position, kind, is_wide = self.arguments.numbers[node.attr]
         text = f"caps[{position}]"
         if kind == "float":
-            return Value(text, "tl.float32") if node.dtype == torch.float32 else _to(Value(text, "tl.float32"), _machine_float(node.dtype))
+            return _to(Value(text, "tl.float32"), _machine_float(node.dtype))
         whole = Value(text, "tl.int64") if is_wide else Value(text, "tl.int32", (1 - SMALL_INDEX, SMALL_INDEX - 1))
         return whole if node.dtype == torch.int64 else _to(whole, _machine_float(node.dtype))
 
@@ -145,7 +146,8 @@ class Printer:
         return Index(tuple(parts), inside or None)
 
     def _slots(self, node: Expr) -> CaptureSlots:
-        return self.arguments.captures[node.attr[0]]  # type: ignore[index]
+        slot: int = node.attr[0]
+        return self.arguments.captures[slot]
 
     def _load(self, node: Expr) -> Value:
         slots, index = self._slots(node), self.index(node)

@@ -6,8 +6,9 @@ sizes and the values of numbers are therefore absent; only classes of them (32 o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +32,7 @@ def type_name(dtype: torch.dtype) -> str:
     """Triton's name of a captured tensor's storage type; truth values are read as bytes."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise DTypeError("a captured tensor has a data type kernels cannot read", given=dtype, hint="convert it, for example with .float()")
+        raise DTypeError("kernels cannot read a captured tensor's data type", given=dtype, hint="convert it, for example with .float()")
     return name
 
 
@@ -108,7 +109,8 @@ class KernelSpec:
 def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout:
     """Layout facts of a [batch, heads, length, dim] tensor."""
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint="convert q, k and v, or use CPU tensors")
+        hint = "convert query, key and value, or kernel_options={'BACKEND': 'TORCH'}"
+        raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint=hint)
     strides = tensor.stride()
     unit = strides[3] == 1 or tensor.shape[3] == 1
     multiple = 16 // tensor.element_size()

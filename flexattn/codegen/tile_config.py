@@ -7,8 +7,9 @@ tests, always at or above it) filters a fixed preference list; every list ends w
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 from flexattn.codegen.target import Target
 from flexattn.errors import OptionError, UnsupportedError

@@ -12,9 +12,10 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 
@@ -211,11 +212,11 @@ def first_that_builds(specs: Sequence[KernelSpec], device: torch.device) -> tupl
             return spec, kernel_for(spec, device)
         except Exception as error:  # compilers fail in many ways; the next configuration may still work
             failure = error
-            config = spec.config
+            config, first_line = spec.config, (str(error).splitlines() or ["no message"])[0]
             settings.warn_once(
                 f"build {spec.kernel} {config} {spec.target.arch}",
                 f"flexattn: the {spec.kernel} kernel with {config} failed to build on sm_{spec.target.arch} "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}); trying the next configuration",
+                f"({type(error).__name__}: {first_line}); trying the next configuration",
                 settings.FlexPerformanceWarning,
             )
     raise CompileError(

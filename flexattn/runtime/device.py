@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import ContextManager
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -36,7 +36,7 @@ def target_for(device: torch.device) -> Target:
     )
 
 
-def current(device: torch.device) -> ContextManager[object]:
+def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes the inputs' device the current one, if it is not."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return contextlib.nullcontext()

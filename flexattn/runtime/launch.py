@@ -6,7 +6,8 @@ plan's memo; what changes from call to call (lengths, strides, captured tensors,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +68,8 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         peaks = torch.empty_like(lse) if problem.want_max else None
         pairs = q.shape[0] * q.shape[1]
         walk = _walk(problem, chosen, pairs, transposed=False)
-        arguments = {**_inputs(problem), **walk, "OUT": out, "out_strides": out.stride(), "LSE": lse, "MAX": lse if peaks is None else peaks}
+        results = {"OUT": out, "out_strides": out.stride(), "LSE": lse, "MAX": lse if peaks is None else peaks}
+        arguments = {**_inputs(problem), **walk, **results}
         _table_stand_in(arguments, lse)
         chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
     return out, lse, peaks
