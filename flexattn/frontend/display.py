@@ -206,28 +206,30 @@ def save_png(mask: Drawable, path: str, *, batch: int = 0, head: int = 0, title:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     tile_map = mask.tile_map(*mask.BLOCK_SIZE)
     drawn = picture(tile_map, batch=batch, head=head, max_rows=max_cells, max_cols=max_cells)
     q_len, kv_len = drawn.lengths
-    shape = min(2.5, max(0.3, q_len / max(kv_len, 1)))  # a very long side is squeezed; the axes keep the numbers
-    figure = Figure(figsize=(6.4, 1.9 + 5.0 * shape), dpi=120, layout="constrained")
+    aspect = min(2.5, max(0.3, q_len / max(kv_len, 1)))  # a very long side is squeezed; the axes keep the numbers
+    figure = Figure(figsize=(6.0, 6.0 * aspect), dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     pixels = torch.tensor(_colours(drawn), dtype=torch.uint8)
     if pixels.numel():
-        axes.imshow(pixels.numpy(), extent=(0, kv_len, q_len, 0), aspect="auto", interpolation="nearest")
-    axes.set_box_aspect(shape)
+        reach = [n * step * size for n, step, size in zip(drawn.full.shape, drawn.blocks, drawn.tile, strict=True)]
+        axes.imshow(pixels.numpy(), extent=(0, reach[1], reach[0], 0), aspect="auto", interpolation="nearest")
+        axes.set(xlim=(0, kv_len), ylim=(q_len, 0))  # the last block may reach past the end
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel("key position")
-    axes.set_ylabel("query position")
-    axes.set_title(title or _title(mask, batch, head), fontsize=10)
+    axes.set(xlabel="key position", ylabel="query position")
+    axes.set_title(title or _title(mask, batch, head), fontsize=11, pad=10)
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        axis.get_major_locator().set_params(nbins=6, integer=True)
     kinds = (("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))
     patches = [Patch(facecolor=[c / 255 for c in colour], edgecolor="#555", label=name) for name, colour in kinds]
     note = _caption(mask, tile_map, drawn).replace("; ", "\n")
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, title=note, title_fontsize=8, fontsize=9)
-    figure.savefig(path)
+    legend = {"ncols": 3, "frameon": False, "title": note, "title_fontsize": 9, "alignment": "center"}
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.02), **legend)
+    figure.savefig(path, bbox_inches="tight")
