@@ -7,6 +7,7 @@ tensor computed inside a mod keeps its graph.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from flexattn.runtime.validate import check_mask, place_captures, validate
 
 _MASKS: OrderedDict[tuple[Any, ...], BlockMask] = OrderedDict()
 _MASKS_KEPT = 64
+_MASKS_LOCK = threading.Lock()
 
 
 class AuxRequest(NamedTuple):
@@ -241,21 +243,26 @@ def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> 
     make = lambda: BlockMask.from_mask_mod(mask_mod, *sizes, query.device)
     if traced.binding.captures or _capturing(query.device):
         return make()
-    kept = (traced.program, _exactly(traced.binding.numbers), sizes, query.device)
-    mask = _MASKS.get(kept)
-    if mask is None:
-        with torch.inference_mode(False):  # tables made under inference_mode could not serve a later training step
-            mask = _MASKS[kept] = make()
+    key_of_mask = (traced.program, _exactly(traced.binding.numbers), sizes, query.device, _stream(query.device))
+    with _MASKS_LOCK:
+        mask = _MASKS.pop(key_of_mask, None)
+        if mask is None:
+            with torch.inference_mode(False):  # tables made under inference_mode could not serve a later training step
+                mask = make()
+        _MASKS[key_of_mask] = mask  # the newest is last
         if len(_MASKS) > _MASKS_KEPT:
             _MASKS.popitem(last=False)
-    else:
-        _MASKS.move_to_end(kept)
     return mask
 
 
 def _exactly(numbers: tuple[int | float, ...]) -> tuple[Any, ...]:
     """Numbers as a key that tells 1 from 1.0 and 0.0 from -0.0."""
     return tuple(repr(x) for x in numbers)
+
+
+def _stream(device: torch.device) -> int:
+    """The current CUDA stream: a mask made on one is not handed to another, which would have to wait for it."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _capturing(device: torch.device) -> bool:

@@ -332,7 +332,7 @@ def test_changes_between_calls_are_seen():
         "score_mod": lambda score, b, h, q_idx, kv_idx: score + state["bias"][kv_idx],
         "mask_mod": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= state["width"],
     }
-    for width, fill in [(3, 0.0), (0, 1.0), (39, -2.0)]:
+    for width, fill in [(3, 0.0), (0, 1.0), (39, -2.0), (3, 1.0), (3.0, 0.5), (-1, 0.0)]:
         state["width"] = width
         state["bias"].copy_(torch.linspace(0, fill, 40))
         close(flex_attention(q, k, v, **mods), oracle(q, k, v, mods["mask_mod"], mods["score_mod"])[0])
