@@ -513,28 +513,29 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tens
     call = _Call(problem, needs)
     grads = _Gradients(call, needs)
     d_out = d_out.to(call.dtype)
-    shift, delta = _row_terms(out.to(call.dtype), lse, d_out, d_lse)
+    shift, delta, d_log = _row_terms(out.to(call.dtype), lse, d_out, d_lse)
     for unit, rows in call.units():
         k, v = unit.key_rows(call.k), unit.key_rows(call.v)
         into = [None if g is None else unit.key_rows(g) for g in (grads.k, grads.v)]
         for row in rows:
             q = unit.fold(unit.queries(call.q, row) * problem.scale)
-            terms = [unit.fold(unit.queries(x, row)) for x in (d_out, shift, delta)]
+            terms = [unit.fold(unit.queries(x, row)) for x in (d_out, shift, delta, d_log)]
             d_q = q.new_zeros(q.shape) if grads.q is not None else None
-            for chunk in call.chunks(unit, row):
-                _chunk_gradients(call, unit, row, chunk, (q, k, v), terms, (d_q, *into), grads.captures)
+            chunks = call.chunks(unit, row)
+            exact = out.dtype != call.dtype and len(chunks) == 1
+            for chunk in chunks:
+                _chunk_gradients(call, unit, row, chunk, (q, k, v), terms, (d_q, *into), grads.captures, exact=exact)
             if grads.q is not None and d_q is not None:
                 unit.queries(grads.q, row).copy_(unit.unfold(d_q.mul_(problem.scale)))
     return grads.results(problem)
 
 
-def _row_terms(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Per row [batch, q_heads, q_len, 1]: what to subtract from scores, and from the gradient of the weights."""
+def _row_terms(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Per row [batch, q_heads, q_len, 1]: what to subtract from scores, sum(out * d_out), and the gradient of lse."""
     empty = (lse == -math.inf).unsqueeze(-1)
     delta = (out * d_out).sum(-1, keepdim=True)
-    if d_lse is not None:
-        delta = delta - d_lse.unsqueeze(-1)
-    return lse.unsqueeze(-1).masked_fill(empty, math.inf), delta.masked_fill(empty, 0.0)
+    d_log = torch.zeros_like(delta) if d_lse is None else d_lse.unsqueeze(-1)
+    return lse.unsqueeze(-1).masked_fill(empty, math.inf), delta.masked_fill(empty, 0.0), d_log.masked_fill(empty, 0.0)
 
 
 def _chunk_gradients(
@@ -546,10 +547,16 @@ def _chunk_gradients(
     terms: list[Tensor],
     into: tuple[Tensor | None, Tensor | None, Tensor | None],
     captures: list[Tensor | None],
+    *,
+    exact: bool,
 ) -> None:
-    """Adds what one chunk of keys contributes to every gradient."""
+    """Adds what one chunk of keys contributes to every gradient.
+
+    `exact` (the chunk is the whole row, out is a half type): sum(out * d_out) is taken as sum(weights * d_weights), which has not
+    been rounded with out; the difference is systematic along a row and would show in captured gradients.
+    """
     q, k, v = inputs
-    d_out, shift, delta = terms
+    d_out, shift, delta, d_log = terms
     d_q, d_k, d_v = into
     weights, dropped, saved = call.scores(unit, row, chunk, q, k)
     weights.sub_(shift).exp_()
@@ -559,7 +566,9 @@ def _chunk_gradients(
         return
     d_scores = call.buffer(1, *weights.shape)
     torch.bmm(d_out, _take(v, chunk.keys).transpose(1, 2), out=d_scores)
-    d_scores.sub_(delta).mul_(weights)
+    if exact:
+        delta = torch.mul(weights, d_scores, out=call.buffer(3, *weights.shape)).sum(-1, keepdim=True)
+    d_scores.sub_(delta - d_log).mul_(weights)
     tile = unit.unfold(d_scores)
     for start, stop, drop in dropped:
         tile[..., start:stop].masked_fill_(drop, 0.0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from flexattn.errors import ShapeError
 
 _SAMPLES = 5  # positions at which a broadcast result is compared with a call on scalars
 
