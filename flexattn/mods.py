@@ -135,7 +135,9 @@ def document(ids: Tensor, kv_ids: Tensor | None = None) -> Mod:
     """
     kv_ids = ids if kv_ids is None else kv_ids
     if ids.dim() not in (1, 2) or kv_ids.dim() != ids.dim():
-        raise ShapeError("document ids must be [length] or [batch, length]", given=(tuple(ids.shape), tuple(kv_ids.shape)))
+        raise ShapeError(
+            "document ids must be [length] or [batch, length]", given=(tuple(ids.shape), tuple(kv_ids.shape))
+        )
     return partial(_document if ids.dim() == 1 else _document_per_batch, ids, kv_ids)
 
 

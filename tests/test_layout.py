@@ -16,7 +16,8 @@ FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may i
 # Order inside frontend is import order, as the design lists it.
 FRONTEND = [
     "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate", "interval",
-    "symbolic", "gradient", "tile_map", "algebra", "display", "block_lists", "block_mask",
+    "symbolic", "gradient", "spans", "refine", "tile_map", "picks", "algebra", "mask_functions", "snapshot", "display",
+    "block_lists", "block_mask",
 ]  # fmt: skip
 HEAVY = ["triton", "sympy", "matplotlib", "torch._dynamo", "torch._inductor", "numpy.testing", "IPython"]
 

@@ -1,4 +1,4 @@
-"""Masks out of masks: conjunction, disjunction, complement, other rows, block lists; and the Python functions that say the same.
+"""Masks out of masks: conjunction, disjunction, complement, other rows, block lists.
 
 Reads traced masks and makes traced masks. The one idea: a traced mask is a snapshot, its numbers and captures are settled, so
 a mask made of others is put together from their programs and never by calling the user's functions a second time.
@@ -6,47 +6,16 @@ a mask made of others is put together from their programs and never by calling t
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from flexattn.errors import MaskFunctionError
 from flexattn.frontend.expr import Expr, const, fold, load, make, num, rebuild, var
+from flexattn.frontend.picks import Pick, RowPick
+from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
 from flexattn.frontend.simplify import simplify
 from flexattn.frontend.source import Source
-from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
-
-MaskMod = Callable[..., Any]
-
-
-class Pick(NamedTuple):
-    """Which positions of an axis a slice takes: `start + x`, or `table[x]` where there is a table."""
-
-    start: int = 0
-    table: Tensor | None = None
-
-    def of(self, index: Any) -> Any:
-        """The original index of `index`, for tensors and traced values."""
-        if self.table is not None:
-            return self.table[index]
-        return index + self.start if self.start else index
-
-
-class RowPick(NamedTuple):
-    """The same for query rows, taken by whole blocks; `limit` drops rows of a ragged block that is not the last one."""
-
-    pick: Pick
-    block: int
-    limit: int | None = None
-
-    def of(self, index: Any) -> Any:
-        if self.pick.table is None:
-            return index + self.pick.start * self.block if self.pick.start else index
-        return self.pick.table[index // self.block] * self.block + index % self.block
 
 
 class _Composer:
@@ -86,10 +55,10 @@ class _Composer:
             if node in swap:
                 return swap[node]
             if node.op == "load":
-                slot, _, name = node.attr  # type: ignore[misc]
+                slot, _, name = node.attr
                 new = load(slots[slot], getattr(torch, name), args)
             elif node.op == "num":
-                new = num(numbers[node.attr], node.dtype)  # type: ignore[index]
+                new = num(numbers[node.attr], node.dtype)
             else:
                 new = rebuild(node, args)
             if node in program.sources:
@@ -185,121 +154,3 @@ def keeps_all(traced: Traced | None) -> bool:
         return True
     body = traced.program.body
     return body.op == "const" and bool(body.attr)
-
-
-# ------------------------------------------------------------------------------------------------- Python functions
-# Made with functools.partial of functions of this module, so that they pickle wherever their parts do.
-def shifted_function(mask_mod: MaskMod, b: Pick, h: Pick, q: RowPick) -> MaskMod:
-    """`mask_mod` seen from a slice: position 0 is the slice's first batch, head and row."""
-    return functools.partial(_sliced_mask, mask_mod, b, h, q)
-
-
-def _sliced_mask(mask_mod: MaskMod, b: Pick, h: Pick, q: RowPick, b_idx: Any, h_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
-    row = q.of(q_idx)
-    kept = mask_mod(b.of(b_idx), h.of(h_idx), row, kv_idx)
-    return kept if q.limit is None else kept & (row < q.limit)
-
-
-def truth(like: Any, value: bool) -> Any:
-    """A constant truth value: a tensor among tensors, as torch's masks return it, a Python bool while a mask is traced."""
-    return like.new_full((), value, dtype=torch.bool) if isinstance(like, Tensor) else value
-
-
-def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """Keeps every pair."""
-    return truth(b, True)
-
-
-def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The mask that keeps what all of `mask_mods` keep; none given keeps everything.
-
-    Raises:
-        MaskFunctionError: an argument is not callable.
-
-    Example:
-        >>> mask = and_masks(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 4)
-        >>> bool(mask(*map(torch.tensor, (0, 0, 7, 3))))
-        False
-    """
-    return functools.partial(_and_mask, _callables(mask_mods))
-
-
-def _and_mask(mask_mods: tuple[MaskMod, ...], b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    kept = truth(b, True)
-    for mask_mod in mask_mods:
-        kept = kept & mask_mod(b, h, q_idx, kv_idx)
-    return kept
-
-
-def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The mask that keeps what at least one of `mask_mods` keeps; none given keeps nothing.
-
-    Raises:
-        MaskFunctionError: an argument is not callable.
-    """
-    return functools.partial(_or_mask, _callables(mask_mods))
-
-
-def _or_mask(mask_mods: tuple[MaskMod, ...], b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    kept = truth(b, False)
-    for mask_mod in mask_mods:
-        kept = kept | mask_mod(b, h, q_idx, kv_idx)
-    return kept
-
-
-def not_mask(mask_mod: MaskMod) -> MaskMod:
-    """The mask that keeps what `mask_mod` drops."""
-    return functools.partial(_not_mask, *_callables((mask_mod,)))
-
-
-def _not_mask(mask_mod: MaskMod, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    kept = mask_mod(b, h, q_idx, kv_idx)
-    return ~kept if getattr(kept, "dtype", None) == torch.bool else kept == 0
-
-
-def _callables(mask_mods: tuple[MaskMod, ...]) -> tuple[MaskMod, ...]:
-    if not all(callable(m) for m in mask_mods):
-        raise MaskFunctionError("All inputs should be callable mask_mods", given=mask_mods)
-    return mask_mods
-
-
-def with_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
-    """A function (or partial, or container) with the tensors in its closure and defaults replaced, functions inside it too.
-
-    Callable objects and modules are returned as they are: what they hold is theirs.
-    """
-    if isinstance(value, Tensor):
-        return replace(value)
-    if isinstance(value, functools.partial):
-        args = with_tensors(value.args, replace)
-        words = {k: with_tensors(v, replace) for k, v in value.keywords.items()}
-        func = with_tensors(value.func, replace)
-        same = func is value.func and args is value.args and all(words[k] is v for k, v in value.keywords.items())
-        if same:
-            return value
-        return functools.partial(func, *args, **words)
-    if type(value) in (tuple, list, Pick, RowPick):
-        new = [with_tensors(v, replace) for v in value]
-        if all(a is b for a, b in zip(value, new, strict=True)):
-            return value
-        return type(value)(*new) if isinstance(value, (Pick, RowPick)) else type(value)(new)
-    if isinstance(value, types.FunctionType):
-        return _function_with(value, replace)
-    return value
-
-
-def _function_with(fn: types.FunctionType, replace: Callable[[Tensor], Any]) -> types.FunctionType:
-    try:
-        cells = [c.cell_contents for c in fn.__closure__ or ()]
-    except ValueError:  # a cell that is not assigned yet
-        return fn
-    new = [c if c is fn else with_tensors(c, replace) for c in cells]
-    old_defaults = fn.__defaults__ or ()
-    defaults = tuple(with_tensors(d, replace) for d in old_defaults)
-    if all(a is b for a, b in zip((*cells, *old_defaults), (*new, *defaults), strict=True)):
-        return fn
-    closure = tuple(types.CellType(c) for c in new)
-    out = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, defaults or None, closure)
-    out.__kwdefaults__, out.__qualname__ = fn.__kwdefaults__, fn.__qualname__
-    out.__dict__.update(fn.__dict__)
-    return out

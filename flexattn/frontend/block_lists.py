@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ShapeError
-from flexattn.frontend.tile_map import Grid, LineRuns, Spans, TileMap, cover, lines_of
 from flexattn.frontend.program import Traced
+from flexattn.frontend.spans import Grid, LineRuns, Spans, cover, lines_of
+from flexattn.frontend.tile_map import TileMap
 
 CELLS_AT_ONCE = 1 << 24  # of a dense map, while lists are written
 
 
-def write_lists(spans: Spans, *, groups: tuple[int, int], lines: int, cells: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def write_lists(
+    spans: Spans, *, groups: tuple[int, int], lines: int, cells: int, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
     """Spans as torch's lists.
 
     Args:
@@ -68,7 +71,9 @@ def read_lists(
     if full_counts is not None and full_indices is not None:
         full_counts, full_indices = _four(full_counts, 3), _four(full_indices, 4)
         if _check(full_counts, full_indices, "full_kv") != (batch, heads, rows):
-            raise ShapeError("full_kv_num_blocks must have kv_num_blocks' shape", given=(full_counts.shape, counts.shape))
+            raise ShapeError(
+                "full_kv_num_blocks must have kv_num_blocks' shape", given=(full_counts.shape, counts.shape)
+            )
         full = _keys(full_counts, full_indices, cols)
         partial = partial[~torch.isin(partial, full)]
     grid = Grid(batch, heads, rows * block[0], cols * block[1], *block)
@@ -91,9 +96,15 @@ def _four(tensor: Tensor, dims: int) -> Tensor:
 
 def _check(counts: Tensor, indices: Tensor, name: str) -> tuple[int, int, int]:
     if counts.dim() != 3 or indices.dim() != 4 or counts.shape != indices.shape[:3]:
-        raise ShapeError(f"{name}_num_blocks must be [B, H, rows] and {name}_indices [B, H, rows, n]", given=(counts.shape, indices.shape))
+        raise ShapeError(
+            f"{name}_num_blocks must be [B, H, rows] and {name}_indices [B, H, rows, n]",
+            given=(counts.shape, indices.shape),
+        )
     if counts.numel() and int(counts.max()) > indices.shape[3]:
-        raise ShapeError(f"{name}_num_blocks may not exceed the width of {name}_indices", given=f"{int(counts.max())} > {indices.shape[3]}")
+        raise ShapeError(
+            f"{name}_num_blocks may not exceed the width of {name}_indices",
+            given=f"{int(counts.max())} > {indices.shape[3]}",
+        )
     batch, heads, rows = counts.shape
     return batch, heads, rows
 
@@ -103,7 +114,8 @@ def _keys(counts: Tensor, indices: Tensor, cols: int) -> Tensor:
     listed = torch.arange(indices.shape[3], device=counts.device) < counts[..., None]
     listed = (listed & (indices >= 0) & (indices < cols)).flatten(0, 2)
     line = listed.nonzero()[:, 0]
-    return torch.unique(line * cols + indices.flatten(0, 2)[listed].long())
+    keys: Tensor = torch.unique(line * cols + indices.flatten(0, 2)[listed].long())
+    return keys
 
 
 def retile(blocks: TileMap, *, q_len: int, kv_len: int, q_tile: int, kv_tile: int, mask: Traced | None) -> TileMap:
@@ -117,7 +129,9 @@ def retile(blocks: TileMap, *, q_len: int, kv_len: int, q_tile: int, kv_tile: in
 
 def crop_blocks(blocks: TileMap, rows: int, cols: int) -> TileMap:
     """The first rows and columns of blocks."""
-    grid = Grid(blocks.batch, blocks.heads, rows * blocks.q_block, cols * blocks.kv_block, blocks.q_block, blocks.kv_block)
+    grid = Grid(
+        blocks.batch, blocks.heads, rows * blocks.q_block, cols * blocks.kv_block, blocks.q_block, blocks.kv_block
+    )
     return _copied(blocks, grid, {"full": "full", "partial": "partial"}, None)
 
 

@@ -16,7 +16,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from flexattn.errors import (
-    CaptureIndexError,
     DeviceError,
     MaskFunctionError,
     MaskTypeError,
@@ -26,13 +25,41 @@ from flexattn.errors import (
     UnsupportedError,
 )
 from flexattn.frontend import algebra, display
-from flexattn.frontend.algebra import MaskMod, Pick, RowPick, and_masks, noop_mask, not_mask, or_masks
-from flexattn.frontend.block_lists import crop_blocks, cuts_full_block, merge, read_lists, retile, write_lists, write_order
+from flexattn.frontend.block_lists import (
+    crop_blocks,
+    cuts_full_block,
+    merge,
+    read_lists,
+    retile,
+    write_lists,
+    write_order,
+)
 from flexattn.frontend.expr import DEP_B, DEP_H
+from flexattn.frontend.mask_functions import (
+    MaskMod,
+    and_masks,
+    noop_mask,
+    not_mask,
+    or_masks,
+    shifted_function,
+    with_tensors,
+)
+from flexattn.frontend.picks import Pick, RowPick, pick, picked_length, positions
+from flexattn.frontend.program import Binding, Traced
+from flexattn.frontend.snapshot import (
+    dense,
+    device_for,
+    indexed,
+    packed,
+    rebound,
+    trace_mask,
+    unpacked,
+    version,
+    versions,
+)
 from flexattn.frontend.source import function_name
-from flexattn.frontend.tile_map import TileMap, build_tile_map, cover
-from flexattn.frontend.evaluate import evaluate
-from flexattn.frontend.program import Binding, Program, Traced
+from flexattn.frontend.spans import cover
+from flexattn.frontend.tile_map import TileMap, build_tile_map
 from flexattn.frontend.trace import mod_kind, trace
 
 __all__ = ["BlockMask", "and_masks", "create_block_mask", "create_mask", "noop_mask", "not_mask", "or_masks"]
@@ -104,6 +131,7 @@ class BlockMask:
     dq_write_order, dq_write_order_full = _List(), _List()
     dq_kv_order: Tensor | None
     dq_kv_order_spt: bool | None
+    _sizes: tuple[int, ...]  # leading dimensions: (B, H) of every mask but lists that came without
 
     def __init__(
         self,
@@ -127,14 +155,20 @@ class BlockMask:
         if kv_num_blocks is None or kv_indices is None:
             raise MaskTypeError("kv_num_blocks and kv_indices must be provided")
         if kv_indices.dim() < 2:
-            raise MaskFunctionError("BlockMask must have at least 2 dimensions", given=f"kv_indices of shape {tuple(kv_indices.shape)}")
-        for name, count, index in (("kv", full_kv_num_blocks, full_kv_indices), ("q", full_q_num_blocks, full_q_indices)):
+            raise MaskFunctionError(
+                "BlockMask must have at least 2 dimensions", given=f"kv_indices of shape {tuple(kv_indices.shape)}"
+            )
+        for name, count, index in (
+            ("kv", full_kv_num_blocks, full_kv_indices),
+            ("q", full_q_num_blocks, full_q_indices),
+        ):
             if (count is None) != (index is None):
                 raise MaskTypeError(f"full_{name}_num_blocks and full_{name}_indices must be both provided or omitted")
         if dq_write_order_full is not None and dq_write_order is None:
             raise OptionError("dq_write_order_full requires dq_write_order")
         self._start(mask_mod, seq_lengths, _pair(BLOCK_SIZE), is_list=True)
-        self._lists = {
+        self._sizes = tuple(kv_indices.shape[:-2])
+        self._lists |= {
             "kv_num_blocks": kv_num_blocks,
             "kv_indices": kv_indices,
             "full_kv_num_blocks": full_kv_num_blocks,
@@ -147,12 +181,11 @@ class BlockMask:
             "dq_write_order_full": dq_write_order_full,
         }
         self.dq_kv_order, self.dq_kv_order_spt = dq_kv_order, dq_kv_order_spt
-        self._sizes = tuple(kv_indices.shape[:-2])
 
     def _start(self, mask_mod: MaskMod, seq_lengths: Sequence[int], block: tuple[int, int], *, is_list: bool) -> None:
         self._function, self._block, self._is_list = mask_mod, block, is_list
         self._lengths = (seq_lengths[0], seq_lengths[1])
-        self._sizes: tuple[int, ...] = (1, 1)
+        self._sizes = (1, 1)
         self._device: torch.device | None = None
         self._traced: Traced | None = None  # of a predicate mask; None keeps everything
         self._versions: tuple[int | None, ...] = ()
@@ -176,18 +209,25 @@ class BlockMask:
         block: tuple[int, int],
     ) -> BlockMask:
         if min(*sizes, *lengths) < 0 or min(block) < 1:
-            raise OptionError("sizes must not be negative and BLOCK_SIZE must be positive", given=(sizes, lengths, block))
+            raise OptionError(
+                "sizes must not be negative and BLOCK_SIZE must be positive", given=(sizes, lengths, block)
+            )
         self = cls.__new__(cls)
         self._start(mask_mod, lengths, block, is_list=False)
         self._sizes, self._device = sizes, device
         self._traced = None if algebra.keeps_all(traced) else traced
-        self._versions = _versions(self._traced)
+        self._versions = versions(self._traced)
         return self
 
     def _derived(self, traced: Traced | None, mask_mod: MaskMod, **changes: Any) -> BlockMask:
         """A predicate mask like this one, with another predicate or other sizes."""
         assert len(self._sizes) == 2
-        options: dict[str, Any] = {"sizes": self._sizes, "lengths": self._lengths, "device": self.device, "block": self._block}
+        options: dict[str, Any] = {
+            "sizes": self._sizes,
+            "lengths": self._lengths,
+            "device": self.device,
+            "block": self._block,
+        }
         new = type(self)._predicate(traced, mask_mod, **(options | changes))
         new._separate_full, new._transposes = self._separate_full, self._transposes
         new._orders_writes, new.dq_kv_order_spt = self._orders_writes, self.dq_kv_order_spt
@@ -195,7 +235,13 @@ class BlockMask:
 
     @classmethod
     def from_mask_mod(
-        cls, mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: torch.device | str | None = None
+        cls,
+        mask_mod: MaskMod,
+        B: int | None,
+        H: int | None,
+        Q_LEN: int,
+        KV_LEN: int,
+        device: torch.device | str | None = None,
     ) -> BlockMask:
         """The predicate mask of a function, as `mask_mod=` in a call makes it."""
         return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device)
@@ -262,12 +308,14 @@ class BlockMask:
         """
         if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
             raise MaskFunctionError(
-                "Cannot use mask_mod from a sliced BlockMask", hint="sliced.mask_mod = a function made from the unsliced mask's mask_mod"
+                "Cannot use mask_mod from a sliced BlockMask",
+                hint="sliced.mask_mod = a function made from the unsliced mask's mask_mod",
             )
         names = [n for n in _LIST_NAMES if hasattr(block_mask, n)]
-        lists = {n: getattr(block_mask, n) for n in names}
-        extra = {n: getattr(block_mask, n, None) for n in ("dq_kv_order", "dq_kv_order_spt")}
-        return cls(tuple(block_mask.seq_lengths), **lists, BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE), mask_mod=block_mask.mask_mod, **extra)
+        lists: dict[str, Any] = {n: getattr(block_mask, n) for n in names}
+        lists |= {n: getattr(block_mask, n, None) for n in ("dq_kv_order", "dq_kv_order_spt")}
+        lists |= {"BLOCK_SIZE": tuple(block_mask.BLOCK_SIZE), "mask_mod": block_mask.mask_mod}
+        return cls(tuple(block_mask.seq_lengths), **lists)
 
     # ------------------------------------------------------------------------------------------------ what it is
     @property
@@ -356,11 +404,18 @@ class BlockMask:
         batch, heads = self._sizes if len(self._sizes) == 2 else (1, 1)
         q_len, kv_len = self._lengths
         return build_tile_map(
-            traced, batch=batch, heads=heads, q_len=q_len, kv_len=kv_len, q_block=q_block, kv_block=kv_block, device=self.device
+            traced,
+            batch=batch,
+            heads=heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            q_block=q_block,
+            kv_block=kv_block,
+            device=self.device,
         )
 
     def _check_current(self) -> None:
-        for slot, (was, now) in enumerate(zip(self._versions, _versions(self._traced), strict=True)):
+        for slot, (was, now) in enumerate(zip(self._versions, versions(self._traced), strict=True)):
             if was != now:
                 assert self._traced is not None
                 shape = tuple(self._traced.binding.captures[slot].shape)
@@ -373,7 +428,7 @@ class BlockMask:
     # ------------------------------------------------------------------------------------------------ list masks
     def _inner(self) -> Traced | None:
         """The function of a list mask, traced with what it captures now."""
-        return _trace(self._function)
+        return trace_mask(self._function)
 
     def _become_list(self) -> None:
         if not self._is_list:
@@ -389,12 +444,15 @@ class BlockMask:
         names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
         lists = [self._lists[n] for n in names]
         cols = -(-self._lengths[1] // self._block[1])
-        stamp = (tuple(_version(t) for t in lists if t is not None), tuple(map(id, lists)), self._block, cols)
+        stamp = (tuple(version(t) for t in lists if t is not None), tuple(map(id, lists)), self._block, cols)
         if self._cache.get("blocks_of") != stamp or None in stamp[0]:
             counts, indices, full_counts, full_indices = lists
             assert counts is not None and indices is not None
             cols = max(cols, indices.shape[-1])
-            self._cache = {"blocks_of": stamp, "blocks": read_lists(counts, indices, full_counts, full_indices, block=self._block, cols=cols)}
+            self._cache = {
+                "blocks_of": stamp,
+                "blocks": read_lists(counts, indices, full_counts, full_indices, block=self._block, cols=cols),
+            }
         found: TileMap = self._cache["blocks"]
         return found
 
@@ -423,7 +481,10 @@ class BlockMask:
     def _list_tile_map(self, q_block: int, kv_block: int) -> TileMap:
         inner, blocks = self._inner(), self._block_map()
         if blocks.rows * self._block[0] < self._lengths[0]:
-            raise ShapeError("seq_lengths reach past the block lists", given=f"q_len {self._lengths[0]} and {blocks.rows} rows of {self._block[0]}")
+            raise ShapeError(
+                "seq_lengths reach past the block lists",
+                given=f"q_len {self._lengths[0]} and {blocks.rows} rows of {self._block[0]}",
+            )
         as_predicate = self._runs_as_predicate(inner)
         if not as_predicate and (self._block[0] % q_block or self._block[1] % kv_block):
             raise ShapeError(
@@ -433,7 +494,11 @@ class BlockMask:
             )
         traced = self._listed(inner) if as_predicate else inner
         key = ("map", q_block, kv_block, self._lengths)
-        stamp = (traced.program, traced.binding.numbers, tuple(map(id, traced.binding.captures)), _versions(traced)) if traced else ()
+        stamp = (
+            (traced.program, traced.binding.numbers, tuple(map(id, traced.binding.captures)), versions(traced))
+            if traced
+            else ()
+        )
         if self._cache.get((key, "of")) != stamp or stamp and None in stamp[3]:
             q_len, kv_len = self._lengths
             self._cache[key] = (
@@ -449,9 +514,13 @@ class BlockMask:
         """The same mask as a predicate mask, for any tile size; lists become two captured bool tables."""
         if not self._is_list:
             return self
-        sizes = self._sizes if len(self._sizes) == 2 else (1, 1)
         return BlockMask._predicate(
-            self._listed(self._inner()), self._function, sizes=sizes, lengths=self._lengths, device=self.device, block=self._block  # type: ignore[arg-type]
+            self._listed(self._inner()),
+            self._function,
+            sizes=self._full_sizes(),
+            lengths=self._lengths,
+            device=self.device,
+            block=self._block,
         )
 
     # ------------------------------------------------------------------------------------------------ torch's lists
@@ -482,8 +551,8 @@ class BlockMask:
             blocks = merge(blocks)
         spans = getattr(blocks, ("full" if full else "partial") + ("_t" if transposed else ""))
         lines, cells = (blocks.cols, blocks.rows) if transposed else (blocks.rows, blocks.cols)
-        shape = self._sizes if len(self._sizes) == 2 else (blocks.batch, blocks.heads)
-        pair = write_lists(spans, groups=(blocks.batch, blocks.heads), lines=lines, cells=cells, shape=shape)  # type: ignore[arg-type]
+        groups, shape = (blocks.batch, blocks.heads), self._full_sizes()
+        pair = write_lists(spans, groups=groups, lines=lines, cells=cells, shape=shape)
         drop = 2 - len(self._sizes)
         return dict(zip(names, (x[(0,) * drop] if drop > 0 else x for x in pair), strict=True))
 
@@ -525,7 +594,7 @@ class BlockMask:
     def to_mask(self) -> Tensor:
         """The kept pairs: bool `[B, H, q_len, kv_len]`. Every pair is evaluated; for small masks and for tests."""
         mask = self if not self._is_list else self.as_predicate()
-        kept = _dense(mask._traced, self._full_sizes(), self._lengths, self.device)
+        kept = dense(mask._traced, self._full_sizes(), self._lengths, self.device)
         return kept.reshape(self.shape)
 
     def sparsity(self) -> float:
@@ -565,17 +634,22 @@ class BlockMask:
         """
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > 3 or len(self._sizes) != 2:
-            raise ShapeError("a BlockMask [B, H, rows] takes up to three indices", given=f"{len(index)} for {len(self._sizes)} leading dimensions")
+            raise ShapeError(
+                "a BlockMask [B, H, rows] takes up to three indices",
+                given=f"{len(index)} for {len(self._sizes)} leading dimensions",
+            )
         if self.dq_kv_order is not None:
-            raise UnsupportedError("Slicing BlockMask with tensor dq_kv_order is not supported yet", hint="a mask without it")
+            raise UnsupportedError(
+                "Slicing BlockMask with tensor dq_kv_order is not supported yet", hint="a mask without it"
+            )
         rows = -(-self._lengths[0] // self._block[0])
         if self._is_list:
             rows = self._list("kv_num_blocks").shape[-1]  # type: ignore[union-attr]
-        at = [_positions(i, n) for i, n in zip((*index, *(slice(None),) * 3)[:3], (*self._sizes, rows), strict=True)]
-        q_len, limit = _picked_length(at[2], self._block[0], self._lengths[0])
-        b, h, block = (_pick(x, self.device) for x in at)
+        at = [positions(i, n) for i, n in zip((*index, *(slice(None),) * 3)[:3], (*self._sizes, rows), strict=True)]
+        q_len, limit = picked_length(at[2], self._block[0], self._lengths[0])
+        b, h, block = (pick(x, self.device) for x in at)
         q = RowPick(block, self._block[0], limit)
-        function = algebra.shifted_function(self._function, b, h, q)
+        function = shifted_function(self._function, b, h, q)
         if self._is_list:
             return self._sliced_lists(at, function, (q_len, self._lengths[1]))
         self._check_current()
@@ -587,15 +661,14 @@ class BlockMask:
     def _sliced_lists(self, at: list[Sequence[int]], function: MaskMod, lengths: tuple[int, int]) -> BlockMask:
         def cut(name: str) -> Tensor | None:
             tensor = self._list(name)
-            for dim, positions in enumerate(at):
+            for dim, wanted in enumerate(at):
                 if tensor is not None:
-                    tensor = tensor.index_select(dim, torch.tensor(list(positions), dtype=torch.long, device=tensor.device))
+                    tensor = tensor.index_select(dim, torch.tensor(list(wanted), device=tensor.device).long())
             return tensor
 
-        lists = [cut(n) for n in _LIST_NAMES[:4]]
-        mask = BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=self._block, mask_mod=function, seq_lengths=lengths, compute_q_blocks=self._has_transposed()  # type: ignore[arg-type]
-        )
+        options: dict[str, Any] = {n: cut(n) for n in _LIST_NAMES[:4]}
+        options |= {"BLOCK_SIZE": self._block, "mask_mod": function, "seq_lengths": lengths}
+        mask = BlockMask.from_kv_blocks(**options, compute_q_blocks=self._has_transposed())
         mask._orders_writes, mask.dq_kv_order_spt = self._orders_writes, self.dq_kv_order_spt
         return mask
 
@@ -609,9 +682,15 @@ class BlockMask:
             ShapeError: a length is larger than the mask's: a mask cannot grow.
         """
         if q_len > self._lengths[0] or kv_len > self._lengths[1]:
-            raise ShapeError("a BlockMask can only be cropped", given=f"({q_len}, {kv_len}) from {self._lengths}", hint="create_block_mask")
+            raise ShapeError(
+                "a BlockMask can only be cropped",
+                given=f"({q_len}, {kv_len}) from {self._lengths}",
+                hint="create_block_mask",
+            )
         if self.dq_kv_order is not None:
-            raise UnsupportedError("Adjusting BlockMask with tensor dq_kv_order is not supported yet", hint="a mask without it")
+            raise UnsupportedError(
+                "Adjusting BlockMask with tensor dq_kv_order is not supported yet", hint="a mask without it"
+            )
         if not self._is_list:
             self._check_current()
             return self._derived(self._traced, self._function, lengths=(q_len, kv_len))
@@ -622,7 +701,11 @@ class BlockMask:
         new._start(self._function, (q_len, kv_len), self._block, is_list=True)
         new._sizes, new._device, new._blocks = self._sizes, self.device, corner
         new._separate_full = self._list("full_kv_num_blocks") is not None
-        new._transposes, new._orders_writes, new.dq_kv_order_spt = self._has_transposed(), self._orders_writes, self.dq_kv_order_spt
+        new._transposes, new._orders_writes, new.dq_kv_order_spt = (
+            self._has_transposed(),
+            self._orders_writes,
+            self.dq_kv_order_spt,
+        )
         return new
 
     _adjust = crop
@@ -648,7 +731,7 @@ class BlockMask:
 
     def combine(self, mask_mod: MaskMod) -> BlockMask:
         """The pairs that both this mask and a further mask function keep, as a predicate mask."""
-        extra, mask = _trace(mask_mod), self.as_predicate()
+        extra, mask = trace_mask(mask_mod), self.as_predicate()
         mask._check_current()
         return mask._derived(algebra.both(mask._traced, extra), and_masks(self._function, mask_mod))
 
@@ -670,29 +753,32 @@ class BlockMask:
 
     def _aligned(self, other: BlockMask) -> tuple[BlockMask, BlockMask, tuple[int, int]]:
         if not isinstance(other, BlockMask):
-            raise MaskTypeError("masks combine with masks", given=type(other).__name__, hint="mask.combine(mask_mod) for a function")
+            raise MaskTypeError(
+                "masks combine with masks", given=type(other).__name__, hint="mask.combine(mask_mod) for a function"
+            )
         a, b = self.as_predicate(), other.as_predicate()
         pairs = list(zip(a._full_sizes(), b._full_sizes(), strict=True))
         if a._lengths != b._lengths or any(1 not in p and p[0] != p[1] for p in pairs):
             raise ShapeError("masks of different sizes cannot be combined", given=(a.shape, b.shape))
         if a.device != b.device:
-            raise DeviceError("masks on different devices cannot be combined", given=(a.device, b.device), hint="mask.to(device)")
+            raise DeviceError(
+                "masks on different devices cannot be combined", given=(a.device, b.device), hint="mask.to(device)"
+            )
         a._check_current()
         b._check_current()
         return a, b, (_larger(pairs[0]), _larger(pairs[1]))
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask with its lists, and the tensors its function captures, on another device."""
-        move = lambda t: t.to(device)  # noqa: E731
-        function = algebra.with_tensors(self._function, move)
+        move = lambda t: t.to(device)
+        function = with_tensors(self._function, move)
         if not self._is_list:
             self._check_current()
-            return self._derived(_rebound(self._traced, move), function, device=_indexed(torch.device(device)))
-        lists = {n: None if (x := self._list(n)) is None else x.to(device) for n in _LIST_NAMES}
-        order = self.dq_kv_order.to(device) if self.dq_kv_order is not None else None
-        return BlockMask(
-            self._lengths, **lists, BLOCK_SIZE=self._block, mask_mod=function, dq_kv_order=order, dq_kv_order_spt=self.dq_kv_order_spt  # type: ignore[arg-type]
-        )
+            return self._derived(rebound(self._traced, move), function, device=indexed(torch.device(device)))
+        options: dict[str, Any] = {n: None if (x := self._list(n)) is None else x.to(device) for n in _LIST_NAMES}
+        options["dq_kv_order"] = self.dq_kv_order.to(device) if self.dq_kv_order is not None else None
+        options |= {"BLOCK_SIZE": self._block, "mask_mod": function, "dq_kv_order_spt": self.dq_kv_order_spt}
+        return BlockMask(self._lengths, **options)
 
     # ------------------------------------------------------------------------------------------------ as text
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
@@ -720,15 +806,15 @@ class BlockMask:
         if not self._is_list:
             self._check_current()
             state["_lists"] = {}
-            state["_traced"] = _packed(self._traced)
+            state["_traced"] = packed(self._traced)
         state["_cache"] = {}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if not self._is_list:
-            self._traced = _unpacked(state["_traced"])
-            self._versions = _versions(self._traced)
+            self._traced = unpacked(state["_traced"])
+            self._versions = versions(self._traced)
 
     def _flatten(self) -> tuple[list[Any], Any]:
         """pytree: the leaves are the lists of a list mask, or a marker of a predicate mask's device; then the captures."""
@@ -770,14 +856,18 @@ class _Context:
         captures = tuple(leaves[count:])
         old = self.inner.binding.captures if self.inner is not None else ()
         new = {id(a): b for a, b in zip(old, captures, strict=True) if isinstance(b, Tensor)}
-        function = algebra.with_tensors(mask._function, lambda t: new.get(id(t), t))
+        function = with_tensors(mask._function, lambda t: new.get(id(t), t))
         if mask.is_list:
             lists = dict.fromkeys(_LIST_NAMES) | dict(zip(self.names, leaves, strict=False))
             out = BlockMask.__new__(BlockMask)
             out._start(function, mask._lengths, mask._block, is_list=True)
             out._lists, out._sizes = lists, mask._sizes
         else:
-            traced = None if self.inner is None else Traced(self.inner.program, Binding(captures, self.inner.binding.numbers))
+            traced = (
+                None
+                if self.inner is None
+                else Traced(self.inner.program, Binding(captures, self.inner.binding.numbers))
+            )
             device = leaves[0].device if isinstance(leaves[0], Tensor) else mask.device
             out = mask._derived(traced, function, device=device)
         out._transposes, out.dq_kv_order, out.dq_kv_order_spt = mask._transposes, mask.dq_kv_order, mask.dq_kv_order_spt
@@ -803,107 +893,8 @@ def _pair(block: int | Sequence[int] | None) -> tuple[int, int]:
     return int(q), int(kv)
 
 
-def _version(tensor: Any) -> int | None:
-    """How often a tensor was written to; None where torch does not count (inference mode)."""
-    return None if not isinstance(tensor, Tensor) or tensor.is_inference() else tensor._version
-
-
-def _versions(traced: Traced | None) -> tuple[int | None, ...]:
-    return () if traced is None else tuple(map(_version, traced.binding.captures))
-
-
-def _is_noop(mask_mod: MaskMod) -> bool:
-    """Our noop_mask or torch's, recognised without importing torch's module."""
-    name = (getattr(mask_mod, "__module__", None), getattr(mask_mod, "__name__", None))
-    return mask_mod is noop_mask or name == ("torch.nn.attention.flex_attention", "noop_mask")
-
-
-def _trace(mask_mod: MaskMod) -> Traced | None:
-    traced = None if _is_noop(mask_mod) else trace(mask_mod, "mask")
-    return None if algebra.keeps_all(traced) else traced
-
-
 def _larger(pair: tuple[int, int]) -> int:
     return pair[1] if pair[0] == 1 else pair[0]
-
-
-def _positions(index: Any, size: int) -> Sequence[int]:
-    """The positions that an index takes of an axis of `size`."""
-    if isinstance(index, slice):
-        return range(*index.indices(size))
-    if isinstance(index, Tensor):
-        index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
-        index = index.tolist()
-    wanted = [index] if isinstance(index, int) else list(index)
-    for i in wanted:
-        if not -size <= i < size:
-            raise CaptureIndexError("index out of range for a BlockMask", given=f"{i} for an axis of {size}")
-    wanted = [i % size for i in wanted]
-    run = range(wanted[0], wanted[0] + len(wanted)) if wanted else range(0)
-    return run if wanted == list(run) else wanted
-
-
-def _pick(positions: Sequence[int], device: torch.device) -> Pick:
-    if isinstance(positions, range) and (positions.step == 1 or len(positions) < 2):
-        return Pick(positions[0] if len(positions) else 0)
-    return Pick(0, torch.tensor(list(positions), dtype=torch.int64, device=device))
-
-
-def _picked_length(rows: Sequence[int], block: int, q_len: int) -> tuple[int, int | None]:
-    """(tokens in the picked rows of blocks, limit on original positions if a ragged block is not the last one)."""
-    short = -q_len % block
-    ragged = q_len // block if short else -1
-    length = len(rows) * block
-    if len(rows) and rows[-1] == ragged:
-        length -= short
-    return length, q_len if ragged in rows[:-1] else None
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """The device with its index, so that devices compare as their tensors do."""
-    if device.index is None and device.type not in ("cpu", "meta"):
-        return torch.empty(0, device=device).device
-    return device
-
-
-def _device_for(traced: Traced | None, device: torch.device | str | None) -> torch.device:
-    """The given device, else that of the captured tensors, else the accelerator, else the CPU."""
-    captures = traced.binding.captures if traced is not None else ()
-    tables = [t for t in captures if t.dim()]
-    if device is None and tables:
-        device = tables[0].device
-    if device is None:
-        device = next((t.device for t in captures if t.device.type != "cpu"), None)
-    if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
-    device = _indexed(torch.device(device))
-    for t in tables:
-        if t.device != device:
-            raise DeviceError(
-                "a tensor captured by mask_mod must be on the mask's device", given=f"{t.device} and {device}", hint=f"tensor.to({str(device)!r})"
-            )
-    return device
-
-
-def _rebound(traced: Traced | None, replace: Any) -> Traced | None:
-    if traced is None:
-        return None
-    return Traced(traced.program, Binding(tuple(map(replace, traced.binding.captures)), traced.binding.numbers))
-
-
-def _packed(traced: Traced | None) -> tuple[Any, ...] | None:
-    """A traced mask in pieces that pickle: identity and hashes of expressions belong to a process."""
-    if traced is None:
-        return None
-    program, binding = traced
-    return (program.kind, program.body, program.captures, program.numbers, program.name, binding)
-
-
-def _unpacked(state: tuple[Any, ...] | None) -> Traced | None:
-    if state is None:
-        return None
-    kind, body, captures, numbers, name, binding = state
-    return Traced(Program(kind, body, captures, numbers, name=name), binding)
 
 
 def _shape(mask: BlockMask, name: str) -> torch.Size | None:
@@ -914,22 +905,6 @@ def _shape(mask: BlockMask, name: str) -> torch.Size | None:
     rows, cols = (-(-n // b) for n, b in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
     lines, cells = (cols, rows) if "q_" in name.replace("kv_", "") else (rows, cols)
     return torch.Size((*mask._sizes, lines) if name.endswith("num_blocks") else (*mask._sizes, lines, cells))
-
-
-def _dense(traced: Traced | None, sizes: tuple[int, int], lengths: tuple[int, int], device: torch.device, *, score: bool = False) -> Tensor:
-    """Every pair of a mask, or of a score mod (kept: not -inf): bool [B, H, q_len, kv_len]."""
-    shape = (*sizes, *lengths)
-    if traced is None:
-        return torch.ones(shape, dtype=torch.bool, device=device)
-    index = (torch.arange(n, device=device).view([-1 if d == i else 1 for d in range(4)]) for i, n in enumerate(shape))
-    b, h, q_idx, kv_idx = index
-    outside: list[Tensor] = []
-    zero = torch.zeros((), device=device) if score else None
-    kept = evaluate(traced.program, traced.binding, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, score=zero, out_of_range=outside)
-    kept = ~torch.isneginf(kept) if score else kept
-    if any(bool((bad & kept).any()) for bad in outside):
-        raise CaptureIndexError(f"{traced.program.name} reads a captured tensor out of range at a pair it keeps", hint="longer captured tensors")
-    return kept.to(device).expand(shape).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- makers
@@ -971,9 +946,11 @@ def create_block_mask(
         >>> create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 4, None, 300, 300, device="cpu").shape
         (4, 1, 300, 300)
     """
-    make = torch.compiler.disable(_create) if torch.compiler.is_compiling() else _create
+    make = torch.compiler.disable(_create) if torch.compiler.is_compiling() else _create  # type: ignore[no-untyped-call]
     sizes = (1 if B is None else B, 1 if H is None else H)
-    return make(mask_mod, sizes, (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks, compute_dq_write_order, dq_kv_order)
+    return make(
+        mask_mod, sizes, (Q_LEN, KV_LEN), device, BLOCK_SIZE, separate_full_blocks, compute_dq_write_order, dq_kv_order
+    )
 
 
 def _create(
@@ -987,11 +964,15 @@ def _create(
     descending: bool,
 ) -> BlockMask:
     if mod_kind(mask_mod) != "mask":
-        raise MaskTypeError("create_block_mask requires a mask_mod function (b, h, q_idx, kv_idx)", given=function_name(mask_mod))
+        raise MaskTypeError(
+            "create_block_mask requires a mask_mod function (b, h, q_idx, kv_idx)", given=function_name(mask_mod)
+        )
     if not isinstance(descending, bool):
         raise OptionError("dq_kv_order must be a bool when using create_block_mask", given=type(descending).__name__)
-    traced = _trace(mask_mod)
-    mask = BlockMask._predicate(traced, mask_mod, sizes=sizes, lengths=lengths, device=_device_for(traced, device), block=_pair(block))
+    traced = trace_mask(mask_mod)
+    mask = BlockMask._predicate(
+        traced, mask_mod, sizes=sizes, lengths=lengths, device=device_for(traced, device), block=_pair(block)
+    )
     mask._separate_full, mask._orders_writes = separate_full, orders_writes
     mask.dq_kv_order_spt = descending if orders_writes else None
     return mask
@@ -1015,11 +996,13 @@ def create_mask(
         >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3, "cpu").int().tolist()
         [[[[1, 0, 0], [1, 1, 0]]]]
     """
-    make = torch.compiler.disable(_create_dense) if torch.compiler.is_compiling() else _create_dense
+    make = torch.compiler.disable(_create_dense) if torch.compiler.is_compiling() else _create_dense  # type: ignore[no-untyped-call]
     return make(mod_fn, (1 if B is None else B, 1 if H is None else H), (Q_LEN, KV_LEN), device)
 
 
-def _create_dense(mod_fn: MaskMod, sizes: tuple[int, int], lengths: tuple[int, int], device: torch.device | str | None) -> Tensor:
+def _create_dense(
+    mod_fn: MaskMod, sizes: tuple[int, int], lengths: tuple[int, int], device: torch.device | str | None
+) -> Tensor:
     is_score = mod_kind(mod_fn) == "score"
-    traced = trace(mod_fn, "score") if is_score else _trace(mod_fn)
-    return _dense(traced, sizes, lengths, _device_for(traced, device), score=is_score)
+    traced = trace(mod_fn, "score") if is_score else trace_mask(mod_fn)
+    return dense(traced, sizes, lengths, device_for(traced, device), score=is_score)

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flexattn.frontend.tile_map import TileMap, coverage
+from flexattn.frontend.spans import coverage
+from flexattn.frontend.tile_map import TileMap
 
 EMPTY, PARTIAL, FULL = (245, 245, 242), (253, 174, 97), (44, 90, 160)  # colours that stay apart in grey
 MAX_CELLS = 64  # a side of a picture
@@ -48,7 +49,9 @@ class Picture:
         return self.partial + self.full
 
 
-def picture(tile_map: TileMap, *, batch: int = 0, head: int = 0, max_rows: int = MAX_CELLS, max_cols: int = MAX_CELLS) -> Picture:
+def picture(
+    tile_map: TileMap, *, batch: int = 0, head: int = 0, max_rows: int = MAX_CELLS, max_cols: int = MAX_CELLS
+) -> Picture:
     """Sum the blocks of one head into at most max_rows x max_cols sections."""
     group = min(batch, tile_map.batch - 1) * tile_map.heads + min(head, tile_map.heads - 1)
     rows, cols = tile_map.rows, tile_map.cols
@@ -109,7 +112,9 @@ def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, m
         rows.append("".join(2 * _character(p, f) for p, f in zip(partial, full, strict=True)))
     width = 2 * drawn.full.shape[1]
     box = [f"┌{'─' * width}┐", *(f"│{r}│" for r in rows), f"└{'─' * width}┘"]
-    return "\n".join([_title(mask, batch, head), *box, "·· empty  ▒▒ partial  ██ full", _caption(mask, tile_map, drawn)])
+    return "\n".join(
+        [_title(mask, batch, head), *box, "·· empty  ▒▒ partial  ██ full", _caption(mask, tile_map, drawn)]
+    )
 
 
 def _character(partial: float, full: float) -> str:
@@ -148,7 +153,9 @@ def svg(mask: Drawable, *, batch: int = 0, head: int = 0, max_cells: int = MAX_C
         at = 0
         for colour, run in itertools.groupby(row):
             n = len(list(run))
-            cells.append(f'<rect x="{at * side:g}" y="{r * side:g}" width="{n * side:g}" height="{side:g}" fill="rgb{colour}"/>')
+            cells.append(
+                f'<rect x="{at * side:g}" y="{r * side:g}" width="{n * side:g}" height="{side:g}" fill="rgb{colour}"/>'
+            )
             at += n
     frame = f'<rect width="{width:g}" height="{height:g}" fill="none" stroke="#555" stroke-width="1"/>'
     lines = (_title(mask, batch, head), *_caption(mask, tile_map, drawn).split("; "))
@@ -164,7 +171,9 @@ def _svg_legend(top: float) -> str:
     parts = []
     for n, (name, colour) in enumerate((("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))):
         x = 80 * n
-        parts.append(f'<rect x="{x}" y="{top:g}" width="12" height="12" fill="rgb{colour}" stroke="#555" stroke-width="0.5"/>')
+        parts.append(
+            f'<rect x="{x}" y="{top:g}" width="12" height="12" fill="rgb{colour}" stroke="#555" stroke-width="0.5"/>'
+        )
         parts.append(f'<text x="{x + 17}" y="{top + 10:g}">{name}</text>')
     return "".join(parts)
 
@@ -176,7 +185,9 @@ def _colours(drawn: Picture) -> list[list[tuple[int, ...]]]:
     least = 0.35  # of the colour of the visited blocks
     visited = share[..., 1:] / drawn.visited[..., None].clamp(min=1e-12)
     weight = drawn.visited[..., None].clamp(min=least)
-    mixed = torch.where(some, torch.cat((1 - weight, visited * weight), -1), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64))
+    mixed = torch.where(
+        some, torch.cat((1 - weight, visited * weight), -1), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    )
     colours = (mixed @ torch.tensor([EMPTY, PARTIAL, FULL], dtype=torch.float64)).round().int().tolist()
     return [[tuple(c) for c in row] for row in colours]
 
@@ -193,7 +204,9 @@ def html(mask: Drawable, *, limit: int = 4) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- PNG
-def save_png(mask: Drawable, path: str, *, batch: int = 0, head: int = 0, title: str | None = None, max_cells: int = 256) -> None:
+def save_png(
+    mask: Drawable, path: str, *, batch: int = 0, head: int = 0, title: str | None = None, max_cells: int = 256
+) -> None:
     """Save a mask as a PNG with token axes and a legend; needs matplotlib.
 
     Args:
@@ -228,7 +241,10 @@ def save_png(mask: Drawable, path: str, *, batch: int = 0, head: int = 0, title:
         axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     kinds = (("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))
-    patches = [Patch(facecolor=[c / 255 for c in colour], edgecolor="#555", label=name) for name, colour in kinds]
+    patches = [
+        Patch(facecolor=(colour[0] / 255, colour[1] / 255, colour[2] / 255), edgecolor="#555", label=name)
+        for name, colour in kinds
+    ]
     note = _caption(mask, tile_map, drawn).replace("; ", "\n")
     legend = {"ncols": 3, "frameon": False, "title": note, "title_fontsize": 9, "alignment": "center"}
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.02), **legend)

@@ -40,7 +40,11 @@ def to_sympy(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
 
     def visit(node: Expr, args: list[Any]) -> Any:
         if node.op == "var":
-            return sympy.Symbol(str(node.attr), real=True) if node.attr == "score" else sympy.Symbol(str(node.attr), integer=True)
+            return (
+                sympy.Symbol(str(node.attr), real=True)
+                if node.attr == "score"
+                else sympy.Symbol(str(node.attr), integer=True)
+            )
         if node.op == "const":
             return _constant(sympy, node.attr)
         if node.op == "num":
@@ -74,7 +78,7 @@ def to_latex(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
 
 
 def _named(sympy: Any, names: Sequence[str], prefix: str, node: Expr) -> Any:
-    slot = int(node.attr)  # type: ignore[call-overload]
+    slot = int(node.attr)
     name = names[slot] if slot < len(names) else f"{prefix}{slot}"
     return sympy.Symbol(name, integer=True) if node.dtype == torch.int64 else sympy.Symbol(name, real=True)
 
@@ -91,7 +95,7 @@ def _constant(sympy: Any, value: Any) -> Any:
 
 def _load(sympy: Any, names: Sequence[str], node: Expr, args: list[Any]) -> Any:
     """A table entry; a truth table's as the statement that the entry is one."""
-    slot = node.attr[0]  # type: ignore[index]
+    slot = node.attr[0]
     name = names[slot] if slot < len(names) else f"c{slot}"
     value = sympy.IndexedBase(name)[tuple(args)] if args else sympy.Symbol(name, real=True)
     return sympy.Eq(value, 1, evaluate=False) if node.dtype == torch.bool else value

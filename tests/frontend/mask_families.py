@@ -65,7 +65,13 @@ def families(n: int, seed: int = 0) -> dict[str, Mask]:
     head_windows, chosen = draw(1, n, HEADS), draw(0, 2, n // 16 + 1, n // 16 + 1).bool()
     tree, enter = _ancestors(64, g), draw(0, n, n)
     leave, image = enter + draw(0, n // 4, n), ids.long()
-    window, side, frame, half, offset = max(2, n // 6), max(7, int(n**0.5)), max(3, n // 7), n // 2, torch.tensor(n // 5)
+    window, side, frame, half, offset = (
+        max(2, n // 6),
+        max(7, int(n**0.5)),
+        max(3, n // 7),
+        n // 2,
+        torch.tensor(n // 5),
+    )
     starts, ends = draw(0, n // 2, 10), draw(n // 3, n, 10)
 
     def block_diffusion(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -101,7 +107,9 @@ def families(n: int, seed: int = 0) -> dict[str, Mask]:
         "documents per batch": lambda b, h, q, k: (ids_b[b, q] == ids_b[b, k]) & (q >= k),
         "documents, shuffled": lambda b, h, q, k: shuffled[q] == shuffled[k],
         "documents, rolled": lambda b, h, q, k: (rolled[q] == rolled[k]) & (q >= k),
-        "documents, local positions": lambda b, h, q, k: (ids[q] == ids[k]) & (q - first[q] >= k - first[k]) & (k - first[k] < 100),
+        "documents, local positions": lambda b, h, q, k: (
+            (ids[q] == ids[k]) & (q - first[q] >= k - first[k]) & (k - first[k] < 100)
+        ),
         "packed by start": lambda b, h, q, k: (first[q] <= k) & (k <= q),
         "shared prefix": lambda b, h, q, k: (q >= k) & ((k < n // 8) | (ids[q] == ids[k])),
         "draft tree": lambda b, h, q, k: (k < n - 64) | tree[q % 64, torch.clamp(k - (n - 64), 0, 63)],
@@ -117,7 +125,9 @@ def families(n: int, seed: int = 0) -> dict[str, Mask]:
         "folded batch": lambda b, h, q, k: (q // 99 == k // 99) & (q % 99 >= k % 99),
         "images seen by text": lambda b, h, q, k: (starts[image[k]] <= q) & (q < ends[image[k]]),
         "padding": lambda b, h, q, k: (q < length[b]) & (k < length[b]),
-        "left padding, chunked": lambda b, h, q, k: (k >= left[b]) & (q >= k) & ((q - left[b]) // 50 == (k - left[b]) // 50),
+        "left padding, chunked": lambda b, h, q, k: (
+            (k >= left[b]) & (q >= k) & ((q - left[b]) // 50 == (k - left[b]) // 50)
+        ),
         "window per head": lambda b, h, q, k: (q >= k) & (q - k < head_windows[h]),
         "one kind per head": lambda b, h, q, k: torch.where(h == 1, k >= q, q >= k),
         "dense": lambda b, h, q, k: dense[b, q, k] | (q == k),
@@ -141,7 +151,11 @@ def random_mask(rng: random.Random, n: int) -> Mask:
     """A random predicate over tables, arithmetic with floor division, bit operations and comparisons."""
     g = torch.Generator().manual_seed(rng.randrange(1 << 30))
     draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=g)
-    tables = [draw(-5, n, n).to(rng.choice([torch.int64, torch.int32])), torch.sort(draw(0, 9, n)).values, draw(0, n, n)]
+    tables = [
+        draw(-5, n, n).to(rng.choice([torch.int64, torch.int32])),
+        torch.sort(draw(0, 9, n)).values,
+        draw(0, n, n),
+    ]
     flags, per_batch = draw(0, 2, BATCH, n).bool(), draw(-3, 300, BATCH)
 
     def number(depth: int) -> Mask:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 import torch.utils._pytree as pytree
-from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families
 
 from flexattn.errors import (
     CaptureIndexError,
@@ -23,7 +22,16 @@ from flexattn.errors import (
     StaleMaskError,
     TraceError,
 )
-from flexattn.frontend.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, not_mask, or_masks
+from flexattn.frontend.block_mask import (
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    not_mask,
+    or_masks,
+)
+from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N = 330
@@ -56,7 +64,9 @@ def kept_by(mask: BlockMask) -> torch.Tensor:
     tile_map = mask.tile_map(*mask.BLOCK_SIZE)
     batch, heads, q_len, kv_len = mask.shape
     tiles = tile_map.dense().expand(batch, heads, -1, -1)
-    tiles = tiles.repeat_interleave(mask.BLOCK_SIZE[0], 2).repeat_interleave(mask.BLOCK_SIZE[1], 3)[:, :, :q_len, :kv_len]
+    tiles = tiles.repeat_interleave(mask.BLOCK_SIZE[0], 2).repeat_interleave(mask.BLOCK_SIZE[1], 3)[
+        :, :, :q_len, :kv_len
+    ]
     traced = mask.traced
     inner = torch.ones((), dtype=torch.bool)
     if traced is not None:
@@ -143,7 +153,9 @@ def test_density_of_packed_documents() -> None:
     """C49: documents of 7, 13, 25, 25 and 30 tokens."""
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor([7, 13, 25, 25, 30]))
     for block in ((8, 8), (64, 128), (128, 64), (16, 256)):
-        mask = create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 100, 100, "cpu", BLOCK_SIZE=block)
+        mask = create_block_mask(
+            lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 100, 100, "cpu", BLOCK_SIZE=block
+        )
         assert mask.density() == 0.1234
         assert 0 <= mask.sparsity() <= 100
 
@@ -243,7 +255,9 @@ def test_transposed_lists_can_be_left_out() -> None:
 
 
 def test_lists_without_batch_and_heads() -> None:
-    mask = BlockMask.from_kv_blocks(*(x[0, 0] for x in lists_of(torch.tensor([[[[1, 0], [1, 1]]]]) == 1)), BLOCK_SIZE=16)
+    mask = BlockMask.from_kv_blocks(
+        *(x[0, 0] for x in lists_of(torch.tensor([[[[1, 0], [1, 1]]]]) == 1)), BLOCK_SIZE=16
+    )
     assert mask.shape == (32, 32)
     assert mask.tile_map(16, 16).dense().tolist() == [[[[2, 0], [2, 2]]]]
     assert mask.to_dense().tolist() == [[1, 0], [1, 1]]
@@ -298,7 +312,13 @@ def test_a_changed_capture_is_noticed() -> None:
     first = mask.tile_map(16, 16)
     assert mask.tile_map(16, 16) is first
     ids[20] = 0
-    for ask in (lambda: mask.tile_map(16, 16), lambda: mask.tile_map(32, 32), lambda: mask.kv_indices, lambda: mask[0], lambda: ~mask):
+    for ask in (
+        lambda: mask.tile_map(16, 16),
+        lambda: mask.tile_map(32, 32),
+        lambda: mask.kv_indices,
+        lambda: mask[0],
+        lambda: ~mask,
+    ):
         with pytest.raises(StaleMaskError, match="has changed since the BlockMask was created"):
             ask()
     with pytest.raises(RuntimeError):
@@ -320,7 +340,9 @@ def test_numbers_are_settled_at_creation() -> None:
     """A loop variable that a lambda reads late does not change masks made before, nor those made of them."""
     masks = []
     for window in (4, 8, 16):
-        masks.append(create_block_mask(lambda b, h, q, k: (q - k).abs() < window, None, None, 64, 64, "cpu", BLOCK_SIZE=16))  # noqa: B023
+        masks.append(
+            create_block_mask(lambda b, h, q, k: (q - k).abs() < window, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+        )
     want = [brute(lambda b, h, q, k, w=w: (q - k).abs() < w, 1, 1, 64, 64) for w in (4, 8, 16)]
     for mask, kept in zip(masks, want, strict=True):
         assert torch.equal(kept_by(mask), kept)
@@ -355,12 +377,24 @@ def test_slices_are_rows_of_the_mask(index, name: str, kind: str) -> None:
     mask = create_block_mask(MASKS[name], BATCH, HEADS, 300, N, "cpu", BLOCK_SIZE=(80, 48))
     kept = brute(MASKS[name], BATCH, HEADS, 300, N)
     if kind == "list":
-        mask = BlockMask.from_torch(torch_flex.create_block_mask(MASKS[name], BATCH, HEADS, 300, N, "cpu", BLOCK_SIZE=(80, 48)))
+        mask = BlockMask.from_torch(
+            torch_flex.create_block_mask(MASKS[name], BATCH, HEADS, 300, N, "cpu", BLOCK_SIZE=(80, 48))
+        )
     part = mask[index]
     at = []
-    for i, n in zip((*(index if isinstance(index, tuple) else (index,)), *(slice(None),) * 3)[:3], (BATCH, HEADS, 4), strict=True):
-        at.append(torch.arange(n)[[i] if isinstance(i, int) else i.long() if isinstance(i, torch.Tensor) and i.dtype == torch.int32 else i])
-    rows = torch.cat([torch.arange(r * 80, r * 80 + 80) for r in at[2]]) if len(at[2]) else torch.zeros(0, dtype=torch.long)
+    for i, n in zip(
+        (*(index if isinstance(index, tuple) else (index,)), *(slice(None),) * 3)[:3], (BATCH, HEADS, 4), strict=True
+    ):
+        at.append(
+            torch.arange(n)[
+                [i] if isinstance(i, int) else i.long() if isinstance(i, torch.Tensor) and i.dtype == torch.int32 else i
+            ]
+        )
+    rows = (
+        torch.cat([torch.arange(r * 80, r * 80 + 80) for r in at[2]])
+        if len(at[2])
+        else torch.zeros(0, dtype=torch.long)
+    )
     while len(rows) and rows[-1] >= 300:
         rows = rows[:-1]
     padded = torch.nn.functional.pad(kept, (0, 0, 0, 20))
@@ -376,7 +410,10 @@ def test_slices_are_rows_of_the_mask(index, name: str, kind: str) -> None:
 
 
 def test_slicing_keeps_torchs_lists() -> None:
-    ours, theirs = (m(MASKS["sink and window"], 2, 3, 384, 384, "cpu", BLOCK_SIZE=64) for m in (create_block_mask, torch_flex.create_block_mask))
+    ours, theirs = (
+        m(MASKS["sink and window"], 2, 3, 384, 384, "cpu", BLOCK_SIZE=64)
+        for m in (create_block_mask, torch_flex.create_block_mask)
+    )
     for index in ((0,), (slice(0, 1), slice(1, 3)), (0, 1, 2), (slice(None), slice(None), slice(2, 5))):
         a, b = ours[index], theirs[index]
         for name in LISTS[:4]:
@@ -474,7 +511,11 @@ def test_algebra() -> None:
 
 @pytest.mark.parametrize("kind", ["predicate", "list"])
 def test_combine_keeps_what_both_keep(kind: str) -> None:
-    make = create_block_mask if kind == "predicate" else lambda *a, **k: BlockMask.from_torch(torch_flex.create_block_mask(*a, **k))
+    make = (
+        create_block_mask
+        if kind == "predicate"
+        else lambda *a, **k: BlockMask.from_torch(torch_flex.create_block_mask(*a, **k))
+    )
     for name in ("all", "sink and window", "documents per batch"):
         mask = make(MASKS[name], BATCH, 1, 300, N, "cpu", BLOCK_SIZE=(64, 32))
         both = mask.combine(MASKS["left padding, chunked"])
@@ -504,7 +545,12 @@ def test_and_or_not_masks() -> None:
 
 # ----------------------------------------------------------------------------------------------- making, and errors
 def test_whole_mask_needs_no_program() -> None:
-    for mask_mod in (noop_mask, torch_flex.noop_mask, lambda b, h, q, k: True, lambda b, h, q, k: q.new_ones((), dtype=torch.bool)):
+    for mask_mod in (
+        noop_mask,
+        torch_flex.noop_mask,
+        lambda b, h, q, k: True,
+        lambda b, h, q, k: q.new_ones((), dtype=torch.bool),
+    ):
         mask = create_block_mask(mask_mod, 2, 2, 256, 200, "cpu")
         assert mask.traced is None
         assert mask.tile_map(128, 128).dense().tolist() == [[[[2, 1], [2, 1]]]]
@@ -527,7 +573,7 @@ def test_counts_of_lower_right_causal() -> None:
     """C40: one program for all lengths."""
     programs = set()
     for q_len, kv_len, pairs in ((5, 9, 35), (7, 130, 889), (128, 128, 8256), (1, 4096, 4096)):
-        mask = create_block_mask(lambda b, h, q, k: q + (kv_len - q_len) >= k, None, None, q_len, kv_len, "cpu")  # noqa: B023
+        mask = create_block_mask(lambda b, h, q, k: q + (kv_len - q_len) >= k, None, None, q_len, kv_len, "cpu")
         assert mask.tile_map(128, 128).kept_pairs() == pairs
         programs.add(mask.traced.program)
     assert len(programs) == 1
@@ -535,7 +581,9 @@ def test_counts_of_lower_right_causal() -> None:
 
 def test_floor_semantics() -> None:
     """C05: 17,531 pairs; C's truncation would give 9,455."""
-    mask = create_block_mask(lambda b, h, i, j: ((i - j) // 4 == -1) | ((i - j) % 4 == 3) | (i == j), None, None, 257, 257, "cpu")
+    mask = create_block_mask(
+        lambda b, h, i, j: ((i - j) // 4 == -1) | ((i - j) % 4 == 3) | (i == j), None, None, 257, 257, "cpu"
+    )
     assert mask.tile_map(64, 128).kept_pairs() == 17531
 
 
@@ -630,7 +678,9 @@ def test_copies_are_equal_and_apart(kind: str, way: str) -> None:
     assert other.BLOCK_SIZE == mask.BLOCK_SIZE
     assert torch.equal(kept_by(other), want)
     same_lists(other, mask)
-    assert torch.equal(create_mask(other.mask_mod, *other.shape, device="cpu"), create_mask(mask.mask_mod, *mask.shape, device="cpu"))
+    assert torch.equal(
+        create_mask(other.mask_mod, *other.shape, device="cpu"), create_mask(mask.mask_mod, *mask.shape, device="cpu")
+    )
     if way != "to":
         ids.zero_()
         assert torch.equal(kept_by(other), want)
@@ -666,13 +716,15 @@ def test_compiled_makers(how: str) -> None:
     ids = torch.arange(96) // 20
 
     def caller(x, window):
-        mask = create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < window), None, None, 96, 96, "cpu", BLOCK_SIZE=16)
+        mask = create_block_mask(
+            lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < window), None, None, 96, 96, "cpu", BLOCK_SIZE=16
+        )
         return x + 1, mask
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for window in (7, 30):
-            rule = lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < window)  # noqa: B023
+            rule = lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < window)
             if how == "_compile":
                 mask = create_block_mask(rule, None, None, 96, 96, "cpu", BLOCK_SIZE=16, _compile=True)
             elif how == "compile maker":

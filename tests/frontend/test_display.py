@@ -106,7 +106,9 @@ def test_a_long_mask_draws_small_and_fast() -> None:
     assert all(line[2 * r] != "·" for r, line in enumerate(diagonal))  # a thin band stays visible
 
 
-@pytest.mark.parametrize(("q_len", "kv_len", "block"), [(300, 500, (32, 64)), (4000, 64, 16), (1, 4096, 128), (0, 0, 16)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "block"), [(300, 500, (32, 64)), (4000, 64, 16), (1, 4096, 128), (0, 0, 16)]
+)
 def test_png(tmp_path: Path, q_len: int, kv_len: int, block) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     path = tmp_path / "mask.png"

@@ -28,8 +28,14 @@ MASKS = {
     "prefix": (mods.prefix_lm(4), lambda b, h, q, k: k < 4 or k <= q),
     "prefix per batch": (mods.prefix_lm(LENGTHS), lambda b, h, q, k: k < (4, 9)[b] or k <= q),
     "document": (mods.document(IDS), lambda b, h, q, k: IDS[q].item() == IDS[k].item()),
-    "document per batch": (mods.document(PER_BATCH), lambda b, h, q, k: PER_BATCH[b, q].item() == PER_BATCH[b, k].item()),
-    "document with key ids": (mods.document(IDS, IDS.flip(0)), lambda b, h, q, k: IDS[q].item() == IDS[KV_LEN - 1 - k].item()),
+    "document per batch": (
+        mods.document(PER_BATCH),
+        lambda b, h, q, k: PER_BATCH[b, q].item() == PER_BATCH[b, k].item(),
+    ),
+    "document with key ids": (
+        mods.document(IDS, IDS.flip(0)),
+        lambda b, h, q, k: IDS[q].item() == IDS[KV_LEN - 1 - k].item(),
+    ),
 }
 
 
@@ -46,7 +52,10 @@ def test_mask_equals_its_formula(name: str) -> None:
 TABLE = torch.randn(HEADS, 7, generator=torch.Generator().manual_seed(0))
 SCORES = {
     "alibi": (mods.alibi(HEADS), lambda s, b, h, q, k: s - 2.0 ** (-8 * (h + 1) / HEADS) * (q - k)),
-    "softcap": (mods.softcap(2.5), lambda s, b, h, q, k: 2.5 * torch.tanh(torch.tensor(s, dtype=torch.float64) / 2.5).item()),
+    "softcap": (
+        mods.softcap(2.5),
+        lambda s, b, h, q, k: 2.5 * torch.tanh(torch.tensor(s, dtype=torch.float64) / 2.5).item(),
+    ),
     "relative bias": (mods.relative_bias(TABLE), lambda s, b, h, q, k: s + TABLE[h, max(-3, min(3, q - k)) + 3].item()),
 }
 

@@ -32,7 +32,9 @@ SCORES = {
     "softcap": mods.softcap(2.0),
     "alibi": mods.alibi(4),
     "masked": lambda s, b, h, q, k: torch.where(q >= k, s * 0.5, s - 1.0),
-    "functions": lambda s, b, h, q, k: torch.exp(-s.abs()) + torch.log1p(s * s) + torch.sigmoid(s) + torch.sqrt(s.abs() + 1),
+    "functions": lambda s, b, h, q, k: (
+        torch.exp(-s.abs()) + torch.log1p(s * s) + torch.sigmoid(s) + torch.sqrt(s.abs() + 1)
+    ),
 }
 
 

@@ -1,0 +1,225 @@
+"""Runs of tiles: the one format in which tile maps are kept, built and handed to kernels.
+
+Reads rectangles and single tiles as they are decided; makes joined runs per line, tables for kernels and sums for pictures. The
+one idea: a run is two numbers, line * width + start and line * width + stop; runs are disjoint, so starts and stops sort apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Spans(NamedTuple):
+    """Half-open runs of tiles per line (a row of q tiles, or a column of kv tiles), joined and in order.
+
+    Line `(b * heads + h) * lines + index` holds the runs `indptr[line] : indptr[line + 1]`; all three are int32.
+    """
+
+    indptr: Tensor
+    start: Tensor
+    stop: Tensor
+
+    def tiles(self) -> int:
+        """How many tiles the runs cover."""
+        return int((self.stop - self.start).sum(dtype=torch.int64))
+
+
+class SpanTable(NamedTuple):
+    """What a kernel reads: one fixed row of 12 int32 per line, dearest line first, and the runs that do not fit.
+
+    rows [batch * heads, lines, 12]: 0 line index, 1 full tiles, 2 partial tiles, 3 full runs, 4 partial runs, 5:7 first
+    full run, 7:9 first partial run, 9 offset in `extra` of the further full runs, 10 of the further partial ones, 11 unused.
+    extra [at least 1, 2]: (start, stop). Unused entries are 0.
+    """
+
+    rows: Tensor
+    extra: Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A score matrix cut into tiles, once for each of the batch * heads groups that differ."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    q_block: int
+    kv_block: int
+
+    @property
+    def groups(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def rows(self) -> int:
+        return -(-self.q_len // self.q_block)
+
+    @property
+    def cols(self) -> int:
+        return -(-self.kv_len // self.kv_block)
+
+
+def _sorted(keys: Tensor) -> Tensor:
+    """Sorted values; NumPy's vectorised sort is several times faster than torch's on a CPU."""
+    return torch.from_numpy(np.sort(keys.numpy())) if keys.device.type == "cpu" else torch.sort(keys).values
+
+
+def chunks(x: Tensor, size: int) -> Iterator[Tensor]:
+    """Pieces of the last dimension, at most `size` long."""
+    for at in range(0, x.shape[-1], size):
+        yield x[..., at : at + size]
+
+
+class Runs:
+    """A growing set of disjoint runs. A run is two numbers: line * width + start, and line * width + stop.
+
+    Runs that touch are joined whenever the set has doubled, so memory follows the answer and not the number of tiles.
+    Being disjoint, starts and stops can be sorted apart: the n-th stop still belongs to the n-th start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        self.parts, self.size, self.limit = [(empty, empty)], 0, 1 << 16
+
+    def add(self, starts: Tensor, stops: Tensor) -> None:
+        self.parts.append((starts, stops))
+        self.size += len(starts)
+        if self.size > self.limit:
+            starts, stops = self.joined()
+            self.parts, self.size = [(starts, stops)], len(starts)
+            self.limit = max(self.limit, 2 * self.size)
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        starts, stops = (_sorted(torch.cat(part)) for part in zip(*self.parts, strict=True))
+        if not len(starts):
+            return starts, stops
+        gap = starts[1:] != stops[:-1]
+        one = gap.new_ones(1)
+        return starts[torch.cat((one, gap))], stops[torch.cat((gap, one))]
+
+
+class LineRuns:
+    """Collects the runs of one direction; `full_lines` and `full_cells` are those that no length cuts."""
+
+    def __init__(self, groups: int, lines: tuple[int, int], cells: tuple[int, int], device: torch.device) -> None:
+        self.groups, self.device = groups, device
+        (self.lines, self.full_lines), (self.cells, self.full_cells) = lines, cells
+        self.width = self.cells + 1
+        self.full, self.partial = Runs(device), Runs(device)
+
+    def add_boxes(self, boxes: Tensor, inside: Tensor, scale: int) -> None:
+        """Children `inside` [n, f, f] of the n parents (group, line, cell), each `scale` lines high and cells wide."""
+        group, line, cell = boxes
+        off = torch.zeros_like(inside[..., :1])
+        first = inside & ~torch.cat((off, inside[..., :-1]), -1)
+        last = inside & ~torch.cat((inside[..., 1:], off), -1)
+        at, up, begin = first.nonzero(as_tuple=True)
+        end = last.nonzero(as_tuple=True)[2] + 1
+        base = ((line[at] * inside.shape[1] + up) * scale)[:, None] + torch.arange(scale, device=self.device)
+        left = cell[at] * inside.shape[2]
+        key = ((group[at] * self.lines)[:, None] + base) * self.width
+        start, stop = (
+            key + ((left + begin) * scale)[:, None],
+            key + ((left + end) * scale).clamp(max=self.cells)[:, None],
+        )
+        real = base < self.lines
+        self.full.add(start[real], stop[real])
+
+    def add_spans(self, runs: Runs, spans: Spans, lines: int, scale: tuple[int, int]) -> None:
+        """Spans of a coarser grid with `lines` lines a group: a line is scale[0] lines here, a cell scale[1] cells."""
+        at = lines_of(spans)
+        base = (at % max(lines, 1) * scale[0])[:, None] + torch.arange(scale[0], device=self.device)
+        key = ((at // max(lines, 1) * self.lines)[:, None] + base) * self.width
+        start, stop = ((x.long() * scale[1]).clamp(max=self.cells)[:, None] for x in (spans.start, spans.stop))
+        real = (base < self.lines) & (start < stop)
+        runs.add((key + start)[real], (key + stop)[real])
+
+    def add_tiles(self, runs: Runs, boxes: Tensor) -> None:
+        group, line, cell = boxes
+        start = (group * self.lines + line) * self.width + cell
+        runs.add(start, start + 1)
+
+    def spans(self) -> tuple[Spans, Spans]:
+        """(full, partial), after the full runs on a cut line or cell have become partial."""
+        start, stop = self.full.joined()
+        cut_line = start // self.width % max(self.lines, 1) >= self.full_lines
+        cut_cell = ~cut_line & (stop % self.width > self.full_cells)
+        self.partial.add(start[cut_line], stop[cut_line])
+        self.partial.add(stop[cut_cell] - 1, stop[cut_cell])
+        stop = stop - cut_cell.to(stop.dtype)
+        keep = ~cut_line & (stop > start)
+        return self._csr(start[keep], stop[keep]), self._csr(*self.partial.joined())
+
+    def _csr(self, start: Tensor, stop: Tensor) -> Spans:
+        count = torch.bincount(start // self.width, minlength=self.groups * self.lines)
+        indptr = torch.cat((count.new_zeros(1), count.cumsum(0)))
+        return Spans(*(x.to(torch.int32) for x in (indptr, start % self.width, stop % self.width)))
+
+
+def lines_of(spans: Spans) -> Tensor:
+    """The line of each run, int64. (A running count: torch's repeat_interleave wakes every thread for a handful of lines.)"""
+    begins = torch.zeros(len(spans.start) + 1, dtype=torch.int64, device=spans.start.device)
+    inner = spans.indptr[1:-1]
+    begins.index_add_(0, inner, torch.ones_like(inner, dtype=torch.int64))
+    return begins.cumsum(0)[:-1]
+
+
+def cover(spans: Spans, cells: int) -> Tensor:
+    """Which cells the runs of each line cover: bool `[lines, cells]`."""
+    lines = len(spans.indptr) - 1
+    line = lines_of(spans)
+    edge = torch.zeros(lines * (cells + 1), dtype=torch.int32, device=spans.start.device)
+    one = torch.ones_like(spans.start)
+    edge.index_add_(0, line * (cells + 1) + spans.start, one)
+    edge.index_add_(0, line * (cells + 1) + spans.stop, -one)
+    return edge.view(lines, cells + 1).cumsum(1)[:, :cells] > 0
+
+
+def coverage(spans: Spans, *, group: int, lines: int, cells: int, line_step: int, cell_step: int) -> Tensor:
+    """How many tiles of each line_step x cell_step section one group's runs cover: float64 `[sections, sections]`.
+
+    Works on the runs, so that a picture of a million tokens costs no dense map.
+    """
+    device = spans.start.device
+    indptr = spans.indptr[group * lines : (group + 1) * lines + 1].long()
+    first, last = int(indptr[0]), int(indptr[-1])
+    line = lines_of(Spans(indptr - first, spans.start[first:last], spans.stop[first:last]))
+    edges = (torch.arange(-(-cells // cell_step) + 1, device=device) * cell_step).clamp(max=cells)
+    out = torch.zeros(-(-lines // line_step), len(edges) - 1, dtype=torch.float64, device=device)
+    chunk = max(1, (1 << 20) // len(edges))
+    for at in range(first, last, chunk):
+        start, stop = (x[at : min(at + chunk, last), None].long() for x in (spans.start, spans.stop))
+        below = torch.minimum((edges - start).clamp(min=0), stop - start)  # covered tiles left of each edge
+        out.index_add_(0, line[at - first : at - first + len(start)] // line_step, below.diff(dim=1).double())
+    return out
+
+
+def span_table(full: Spans, partial: Spans, *, groups: int, lines: int) -> SpanTable:
+    """Pack spans for a kernel; see `SpanTable`."""
+    shape = (groups, lines)
+    index = torch.arange(lines, device=full.indptr.device).expand(shape).reshape(-1)
+    rows = torch.zeros(groups * lines, 12, dtype=torch.int32, device=full.indptr.device)
+    rows[:, 0] = index
+    offset, extras = 0, []
+    for at, spans in enumerate((full, partial)):
+        runs, first = spans.indptr.diff().long(), spans.indptr[:-1].long()
+        ends = torch.cat((first.new_zeros(1), (spans.stop - spans.start).cumsum(0)))
+        rows[:, 1 + at], rows[:, 3 + at] = ends[spans.indptr[1:].long()] - ends[first], runs
+        some, more = (runs > 0).nonzero()[:, 0], (runs - 1).clamp(min=0)
+        rows[some, 5 + 2 * at], rows[some, 6 + 2 * at] = spans.start[first[some]], spans.stop[first[some]]
+        rows[:, 9 + at] = torch.where(more > 0, more.cumsum(0) - more + offset, 0)
+        rest = torch.ones_like(spans.start, dtype=torch.bool)
+        rest[first[some]] = False
+        extras.append(torch.stack((spans.start[rest], spans.stop[rest]), 1))
+        offset += len(extras[-1])
+    extra = torch.cat(extras) if offset else rows.new_zeros(1, 2)
+    rows = rows.view(groups, lines, 12)
+    order = torch.sort(rows[..., 1] + rows[..., 2], dim=1, descending=True, stable=True).indices
+    return SpanTable(rows.gather(1, order[..., None].expand_as(rows)).contiguous(), extra.contiguous())
