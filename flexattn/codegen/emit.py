@@ -99,7 +99,7 @@ def emit(spec: KernelSpec) -> KernelSource:
         signature=signature,
         constexprs=_constexprs(spec),
         aligned=tuple(aligned),
-        options={"num_warps": spec.config.num_warps, "num_stages": spec.config.num_stages},
+        options={"num_warps": spec.config.num_warps, "num_stages": spec.config.num_stages, "enable_fp_fusion": True},
     )
 
 

@@ -1,0 +1,94 @@
+"""Compiles kernels for GPUs that are not there, and reads back what they take: shared memory, registers, spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexattn.codegen.emit import emit
+from flexattn.codegen.spec import KernelSpec, MaskFacts, TensorLayout, capture_layout, padded, wide_number
+from flexattn.codegen.target import target_of
+from flexattn.codegen.tile_config import TileConfig, TileProblem, _gathers, candidates, delta_config
+from flexattn.frontend.trace import Traced, trace
+from flexattn.runtime.compile import build
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Bytes of shared memory, registers a thread, bytes of spilled registers, and ptxas's notes of serialised wgmma."""
+
+    shared: int
+    registers: int
+    spills: int
+    notes: tuple[str, ...]
+
+
+def _leaves() -> dict[str, tuple[Traced | None, Traced | None]]:
+    cap, ids = 30.0, torch.zeros(100, dtype=torch.int32)
+    slopes, table = torch.zeros(8), torch.zeros(8, 99, requires_grad=True)
+    causal = trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask")
+    document = trace(lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx), "mask")
+    softcap = trace(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), "score")
+    alibi = trace(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx), "score")
+    bias = trace(lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + 49], "score")
+    return {
+        "none": (None, None), "causal": (None, causal), "document": (None, document), "softcap": (softcap, causal),
+        "alibi": (alibi, causal), "bias": (bias, causal),
+    }  # fmt: skip
+
+
+LEAVES = _leaves()
+
+
+def spec_of(
+    kernel: str, *, arch: int, dim: int, leaf: str = "causal", dtype: str = "bf16", config: TileConfig | None = None, aligned: bool = True
+) -> KernelSpec:
+    """A kernel as the runtime would ask for it, with its preferred tiles."""
+    score, mask = LEAVES[leaf]
+    bound = [t for t in (score, mask) if t is not None]
+    layout = TensorLayout(dtype, aligned, aligned, False)
+    capture_grads = (0,) if leaf == "bias" and kernel == "dq" else ()
+    return KernelSpec(
+        kernel=kernel, target=target_of(arch), config=config or preferred(kernel, arch, dim, dtype, leaf)[0], qk_dim=dim, v_dim=dim,
+        layouts=(layout,) * 4, score=score and score.program, mask=mask and mask.program,
+        facts=MaskFacts(mask is not None), captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
+        wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), capture_grads=capture_grads,
+        fold_scale=score is None,
+    )  # fmt: skip
+
+
+def preferred(kernel: str, arch: int, dim: int, dtype: str = "bf16", leaf: str = "causal") -> tuple[TileConfig, ...]:
+    """The configurations the runtime would try, best first."""
+    if kernel == "delta":
+        return (delta_config(padded(dim)),)
+    pad, size = padded(dim), 4 if dtype == "fp32" else 2
+    programs = [t.program for t in LEAVES[leaf] if t is not None]
+    return candidates(kernel, target_of(arch), element_bytes=size, qk_pad=pad, v_pad=pad, q_len=4096, programs=programs)
+
+
+def problem_of(spec: KernelSpec) -> TileProblem:
+    """What the shared-memory model is asked for this kernel."""
+    gathers = sum(_gathers(p) for p in (spec.score, spec.mask) if p is not None)
+    size = 4 if spec.layouts[0].dtype == "fp32" else 2
+    return TileProblem(spec.kernel, spec.target, size, padded(spec.qk_dim), padded(spec.v_dim), False, gathers)
+
+
+def compile_and_measure(spec: KernelSpec, folder: Path) -> tuple[Any, Resources]:
+    """Compiles with Triton, then runs the bundled assembler once more to hear what it used."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    compiled, arch = build(emit(spec)), spec.target.arch
+    text = folder / "kernel.ptx"
+    text.write_text(compiled.asm["ptx"])
+    command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", str(text), "-o", str(folder / "kernel.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    log = done.stdout + done.stderr
+    registers, spills = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    assert registers and spills, log
+    notes = tuple(sorted(set(re.findall(r"\((C75\d+)\)", log))))
+    return compiled, Resources(compiled.metadata.shared, int(registers[1]), int(spills[1]), notes)

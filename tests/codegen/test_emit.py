@@ -1,0 +1,176 @@
+"""The text of kernels: canonical leaves, typed arguments, index arithmetic in 32 bits where it is proved, legal tiles."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.codegen.emit import emit
+from flexattn.codegen.leaves import leaf_functions
+from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, capture_layout, padded, tensor_layout, wide_number
+from flexattn.codegen.target import INTERPRETER, target_of
+from flexattn.codegen.tile_config import TileConfig, candidates
+from flexattn.errors import DTypeError, OptionError, UnsupportedError
+from flexattn.frontend.trace import trace
+from flexattn.runtime.options import parse_options
+
+LAYOUT = TensorLayout("bf16", True, True, False)
+
+
+def spec_with(score: Any = None, mask: Any = None, kernel: str = "forward", **fields: Any) -> KernelSpec:
+    traced = [trace(fn, kind) if fn else None for fn, kind in ((score, "score"), (mask, "mask"))]
+    bound = [t for t in traced if t is not None]
+    base = KernelSpec(
+        kernel=kernel, target=target_of(90), config=TileConfig(128, 64, 8, 3), qk_dim=64, v_dim=64, layouts=(LAYOUT,) * 4,
+        score=traced[0].program if traced[0] else None, mask=traced[1].program if traced[1] else None,
+        captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
+        wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), fold_scale=score is None,
+    )  # fmt: skip
+    return replace(base, **fields)
+
+
+def body(function: str) -> str:
+    return function.split(":\n", 1)[1].strip()
+
+
+def mask_text(mask: Any, **fields: Any) -> str:
+    return body(leaf_functions(spec_with(mask=mask, **fields))["MASK_MOD"])
+
+
+def score_text(score: Any, **fields: Any) -> str:
+    return body(leaf_functions(spec_with(score=score, **fields))["SCORE_MOD"])
+
+
+def test_same_structure_is_the_same_text_whatever_the_names_and_values() -> None:
+    def first(width: int) -> Any:
+        return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < width)
+
+    def second(zebra: int) -> Any:
+        def my_mask(bb: Any, hh: Any, i: Any, j: Any) -> Any:
+            near = i - j < zebra
+            return (i >= j) & near
+
+        return my_mask
+
+    a, b = emit(spec_with(mask=first(5))), emit(spec_with(mask=second(77)))
+    assert a.leaf_text == b.leaf_text and a.leaf_hash == b.leaf_hash and a.spec == b.spec
+    assert "zebra" not in a.leaf_text and "77" not in a.leaf_text
+
+
+def test_leaf_text_of_a_window() -> None:
+    width = 9
+    text = mask_text(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < width))
+    assert text == "return (kv_idx <= q_idx) & ((q_idx - kv_idx) < caps[0])"
+
+
+def test_32_bits_only_where_proved() -> None:
+    assert ".to(tl.int64)" not in mask_text(lambda b, h, i, j: i - j + 100 < 2000)
+    assert ".to(tl.int64)" in mask_text(lambda b, h, i, j: i * j < 2000)
+    assert ".to(tl.int64)" in mask_text(lambda b, h, i, j: i - j + 100 < 2000, wide_lengths=True)
+    far = 2**31
+    assert spec_with(mask=lambda b, h, i, j: i - j < far).wide_numbers == (True,)
+    assert ".to(tl.int64)" in mask_text(lambda b, h, i, j: i - j < far)
+
+
+def test_division_by_a_positive_constant_is_short_and_floors() -> None:
+    assert mask_text(lambda b, h, i, j: i // 4 == j % 8) == "return (q_idx // 4) == (kv_idx % 8)"
+    assert "floor_div_by(q_idx - kv_idx, 4)" in mask_text(lambda b, h, i, j: (i - j) // 4 == 0)
+    size = 3
+    assert "leaf_ops.floor_mod(q_idx, caps[0])" in mask_text(lambda b, h, i, j: i % size == 0)
+
+
+def test_reads_are_guarded_and_negative_indices_wrap() -> None:
+    table = torch.zeros(5, 7)
+    text = score_text(lambda s, b, h, i, j: s + table[h, i - j])
+    assert "leaf_ops.wrap(q_idx - kv_idx, caps[2])" in text
+    assert 'mask=(h < caps[1]) & leaf_ops.inside(t0, caps[2]), other=float("nan")' in text
+    flags = torch.zeros(5, dtype=torch.bool)
+    text = mask_text(lambda b, h, i, j: flags[j])
+    assert "mask=(kv_idx < caps[1]), other=0) != 0" in text
+
+
+def test_shared_nodes_have_one_name() -> None:
+    text = score_text(lambda s, b, h, i, j: torch.exp(s) / (1.0 + torch.exp(s)))
+    assert text.count("tl.exp(score)") == 1
+
+
+def test_tanh_by_data_type() -> None:
+    score = lambda s, b, h, i, j: torch.tanh(s)
+    forms = {"bf16": "leaf_ops.tanh(score)", "fp16": "leaf_ops.tanh_exp2(score)", "fp32": "leaf_ops.tanh_exact(score)"}
+    for dtype, form in forms.items():
+        assert form in score_text(score, layouts=(TensorLayout(dtype, True, True, False),) * 4)
+    assert "leaf_ops.tanh_exact(score)" in score_text(score, target=INTERPRETER)
+
+
+def test_a_score_that_ignores_the_score_is_spread_over_the_tile() -> None:
+    assert score_text(lambda s, b, h, i, j: j * 0.5).startswith("return leaf_ops.spread(")
+    assert score_text(lambda s, b, h, i, j: 1.5) == "return leaf_ops.spread(tl.full([], 1.5, tl.float32), score)"
+
+
+def test_captured_gradients_are_summed_over_the_axes_the_read_does_not_depend_on() -> None:
+    row, cell, one = (torch.zeros(n, requires_grad=True) for n in ((9,), (9, 9), ()))
+    score = lambda s, b, h, i, j: s * one + row[i] + cell[i, j]
+    spec = spec_with(score=score, kernel="dq", capture_grads=(0, 1, 2))
+    text = leaf_functions(spec)["CAPTURE_GRAD"]
+    sums = [line.strip() for line in text.splitlines() if "leaf_ops.total" in line]
+    assert [line.split("= ")[1] for line in sums] == ["leaf_ops.total(g0, 0)", "leaf_ops.total(g0, 1)", "leaf_ops.total(g1, 1)"]
+    assert text.count("tl.atomic_add") == 3
+
+
+def test_argument_types_follow_from_facts_only() -> None:
+    table, width = torch.zeros(5, 7), 9
+    spec = spec_with(score=lambda s, b, h, i, j: s + table[i, j] * 0.5, mask=lambda b, h, i, j: i - j < width)
+    source = emit(spec)
+    assert source.signature["caps"] == ("*fp32", "i32", "i32", "i32", "i32", "i32")
+    assert source.signature["q_strides"] == ("i64", "i64", "i32", "i32") and source.signature["kv_len"] == "i32"
+    assert ("Q", None, 16) in source.aligned and ("q_strides", 2, 8) in source.aligned
+    assert not any(name in ("kv_len", "caps", "LSE") for name, _, _ in source.aligned)
+    wide = emit(replace(spec, captures=(CaptureLayout("fp32", 2, True),), wide_numbers=(True,)))
+    assert wide.signature["caps"] == ("*fp32", "i64", "i64", "i64", "i64", "i64")
+    loose = replace(spec, layouts=(TensorLayout("bf16", False, False, True),) * 4)
+    assert emit(loose).signature["k_strides"] == ("i64", "i64", "i64", "i64")
+    assert {name for name, _, _ in emit(loose).aligned} == {"OUT", "out_strides"}
+    assert emit(spec_with()).signature["caps"] == ("i32",)
+
+
+def test_readable_text_is_one_file_that_parses() -> None:
+    text = emit(spec_with(score=lambda s, b, h, i, j: torch.tanh(s), mask=lambda b, h, i, j: i >= j, kernel="dkdv")).readable()
+    ast.parse(text)
+    assert "score = tanh(score)" in text and "def attention_backward_dkdv" in text and "def score_grad" in text
+
+
+def test_layout_facts() -> None:
+    x = torch.zeros(2, 3, 40, 64, dtype=torch.bfloat16)
+    assert tensor_layout(x) == TensorLayout("bf16", True, True, False)
+    assert tensor_layout(x[..., 1:33]) == TensorLayout("bf16", True, False, False)
+    assert tensor_layout(x.transpose(2, 3)) == TensorLayout("bf16", False, False, False)
+    assert tensor_layout(x[:, :, :, :46]).is_aligned and not tensor_layout(torch.zeros(1, 1, 3, 46, dtype=torch.bfloat16)).is_aligned
+    huge = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 1, 300, 64)
+    assert not tensor_layout(huge).is_wide
+    assert tensor_layout(torch.empty(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (1, 1, 1 << 25, 1))).is_wide
+    assert capture_layout(torch.zeros(1).as_strided((2,), (0,))).is_wide is False
+    with pytest.raises(UnsupportedError, match="bfloat16, float16 and float32"):
+        tensor_layout(torch.zeros(1, 1, 1, 1, dtype=torch.float64))
+    with pytest.raises(DTypeError, match="captured"):
+        capture_layout(torch.zeros(1, dtype=torch.complex64))
+    assert [padded(d) for d in (1, 16, 17, 64, 65, 512)] == [16, 16, 32, 64, 128, 512]
+
+
+def test_a_caller_s_tiles_are_honoured_or_refused() -> None:
+    def tiles(kernel: str, **options: Any) -> tuple[TileConfig, ...]:
+        parsed = parse_options(options)
+        side = parsed.forward if kernel == "forward" else parsed.backward
+        return candidates(kernel, target_of(89), element_bytes=2, qk_pad=64, v_pad=64, q_len=500, options=side)
+
+    assert tiles("forward", BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2) == (TileConfig(64, 32, 4, 2),)
+    assert tiles("dkdv", BLOCK_M1=32, BLOCK_N1=64)[0].BLOCK_N == 64
+    assert tiles("dq", BLOCK_M2=32)[0].BLOCK_M == 32
+    assert tiles("dq", BLOCK_M1=32) == tiles("dq")
+    assert len(tiles("forward")) == 3
+    for wrong, rule in (({"BLOCK_M": 512}, "power of two"), ({"num_stages": 9}, "num_stages"), ({"BLOCK_M": 256, "BLOCK_N": 256}, "shared memory")):
+        with pytest.raises(OptionError, match=rule):
+            tiles("forward", **wrong)
