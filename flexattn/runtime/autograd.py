@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import UnsupportedError
-from flexattn.runtime import settings, stats
+from flexattn.runtime import settings, stats, strict
 from flexattn.runtime.plan import Plan, Problem, output_like, stride_order
 
 Needs = tuple[bool, bool, bool, tuple[bool, ...]]
@@ -108,7 +108,8 @@ def run_forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | 
     if is_empty(problem):
         return _empty_outputs(problem)
     with torch.no_grad(), _full_precision(problem.q.device.type):
-        out, lse, max_scores = backend_module(plan).forward(problem, plan)
+        runner = strict if strict.is_needed(problem) else backend_module(plan)
+        out, lse, max_scores = runner.forward(problem, plan)
         _count(plan, "forward")
         return _in_query_order(out, problem.q), lse, max_scores
 
@@ -124,7 +125,8 @@ def run_backward(
     if any(needs[3]):
         _alert_not_deterministic(plan)
     with _full_precision(problem.q.device.type):
-        d_q, d_k, d_v, d_captures = backend_module(plan).backward(problem, plan, *saved, *upstream, needs)
+        runner = strict if strict.is_needed(problem, upstream[0]) else backend_module(plan)
+        d_q, d_k, d_v, d_captures = runner.backward(problem, plan, *saved, *upstream, needs)
         _count(plan, "backward")
     return (d_q, d_k, d_v, *d_captures)
 
