@@ -21,6 +21,7 @@ from demo.model import CAP, sample
 from demo.report import Progress, heading, table
 from demo.text import START, PackedText, pack_topics
 from demo.train import Recipe, falls, train
+from flexattn.frontend.display import save_png
 from flexattn.runtime.reference import oracle
 
 OUT = Path(__file__).resolve().parent / "out"
@@ -42,7 +43,7 @@ def main() -> int:
     show_generated(text, device)
     learnt = learn(text, device, seconds=10 if options.short else 60)
     compare(device, short=options.short)
-    print(f"\nPictures: {OUT / 'mask.png'}, {OUT / 'loss.png'}")
+    print(f"\nPictures: {', '.join(str(OUT / name) for name in ('mask.png', 'mask_whole.png', 'loss.png'))}")
     return 0 if right and learnt else 1
 
 
@@ -64,8 +65,7 @@ def show_mask(text: PackedText, device: torch.device) -> None:
     window = text.window(0, SHOWN).to(device)
     block_mask = build_mask(window.document)
     print(f"The first {SHOWN:,} characters in blocks of {block_mask.BLOCK_SIZE}:\n{block_mask}")
-    every = 8
-    pictures.draw_mask(measure.dense_mask(window.document)[::every, ::every], block_mask, OUT / "mask.png")
+    save_png(block_mask, str(OUT / "mask.png"), title=f"causal, documents: the first {SHOWN:,} characters")
 
     document, length = text.document.to(device), len(text.tokens)
     start = time.perf_counter()
@@ -81,6 +81,8 @@ def show_mask(text: PackedText, device: torch.device) -> None:
     print(
         f"  how its {shares.pop('tiles'):,} blocks were decided: {', '.join(f'{n:,} {how}' for how, n in shares.items())}"
     )
+
+    save_png(whole, str(OUT / "mask_whole.png"), title=f"causal, documents: all {length:,} characters")
 
 
 def build_mask(document: Tensor) -> flexattn.BlockMask:
