@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexattn.errors import UnsupportedError
+from flexattn.errors import OptionError, UnsupportedError
 from flexattn.runtime import settings, stats
 from flexattn.runtime.options import DEFAULT, BackendError, KernelOptions
 from flexattn.runtime.validate import InputDeviceError
@@ -139,12 +139,13 @@ def make_plan(problem: Problem) -> Plan:
     Returns: the same Plan object for the same structure.
     Raises:
         BackendError: kernel_options asks for a backend that cannot run this call.
+        OptionError: kernel_options fixes tiles that do not divide the blocks of a list mask.
         UnsupportedError: max_scores with BACKEND='FLASH'.
     """
     options = problem.options
     if options.backend not in ("AUTO", "TORCH", "TRITON"):
         _check_special_backend(problem)
-    return _plan(
+    plan = _plan(
         problem.score.program if problem.score is not None else None,
         problem.mask.program if problem.mask is not None else None,
         Layout.of(problem.q, problem.v),
@@ -153,6 +154,20 @@ def make_plan(problem: Problem) -> Plan:
         problem.q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest",
         settings.interpreting(),
     )
+    if plan.backend == "triton" and problem.block_mask is not None:
+        _check_tiles(problem.block_mask, options)
+    return plan
+
+
+def _check_tiles(mask: BlockMask, options: KernelOptions) -> None:
+    """Tiles the caller fixed must divide the blocks of a mask made from lists; other masks can be cut anywhere."""
+    tile_m, tile_n = options.forward.BLOCK_M, options.forward.BLOCK_N
+    if (tile_m or tile_n) and not mask.legal_tile(tile_m or mask.BLOCK_SIZE[0], tile_n or mask.BLOCK_SIZE[1]):
+        raise OptionError(
+            "Q and KV block size must be divisible by BLOCK_M and BLOCK_N",
+            given=f"BLOCK_SIZE={mask.BLOCK_SIZE}, BLOCK_M={tile_m}, BLOCK_N={tile_n}",
+            hint="tiles that divide BLOCK_SIZE, or create_block_mask from a mask_mod",
+        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,8 +9,9 @@ import torch
 
 import flexattn
 import flexattn.runtime.plan
-from flexattn import AuxRequest, create_block_mask, errors, flex_attention
+from flexattn import AuxRequest, BlockMask, create_block_mask, errors, flex_attention
 from flexattn.runtime import settings
+from flexattn.runtime.attention import prepare
 from flexattn.runtime.options import DEFAULT, KernelOptions, TileOptions, parse_options
 from flexattn.runtime.plan import Device, choose_backend
 
@@ -306,6 +307,23 @@ def test_options_without_meaning_warn_once_and_change_nothing(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flex_attention(q, k, v, kernel_options={name: False})
+
+
+def test_tiles_must_divide_the_blocks_of_a_list_mask(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    listed = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=96, seq_lengths=(96, 96))
+    for mask, refused in (
+        (listed, True),
+        (create_block_mask(CAUSAL, None, None, 96, 96, device="cpu", BLOCK_SIZE=96), False),
+    ):
+        arguments = (qkv(q_len=96, kv_len=96), None, (mask, None))
+        options = {"BACKEND": "TRITON", "BLOCK_M": 64}
+        if not refused:
+            assert prepare(*arguments, options=options)[1].backend == "triton"
+            continue
+        with pytest.raises(ValueError, match=r"must be divisible by BLOCK_M and BLOCK_N; got BLOCK_SIZE=\(96, 96\)"):
+            prepare(*arguments, options=options)
 
 
 def test_tiles_on_the_torch_path_are_announced_as_unused():
