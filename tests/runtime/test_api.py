@@ -41,7 +41,7 @@ def qkv(
     "name", ["flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks", "noop_mask"]
 )
 def test_signatures_begin_as_torchs_do(name):
-    """Every parameter of torch's is ours, with its kind, position and default; what we add is keyword-only or after them."""
+    """Every parameter of torch's is ours, with its kind, position and default; what we add is optional."""
     ours = inspect.signature(getattr(flexattn, name)).parameters
     theirs = inspect.signature(getattr(torch_flex, name)).parameters
     positional = [p.name for p in theirs.values() if p.kind != p.KEYWORD_ONLY]
@@ -54,8 +54,8 @@ def test_signatures_begin_as_torchs_do(name):
         assert ours[p.name].kind == p.kind
         if p.name != "BLOCK_SIZE":
             assert ours[p.name].default == p.default
-    extra = [p for p in ours.values() if p.name not in theirs]
-    assert all(p.kind == p.KEYWORD_ONLY or name in ("and_masks", "or_masks", "noop_mask") for p in extra)
+    extra = [p for p in ours.values() if p.name not in theirs and name.startswith(("flex", "create"))]
+    assert all(p.default is not p.empty for p in extra)  # newer versions of torch have more than older ones
 
 
 @pytest.mark.parametrize("name", ["AuxRequest", "AuxOutput"])
@@ -142,7 +142,7 @@ def test_masks_agree_with_torch_and_the_oracle(name):
 
 
 def _torch_eager(q, k, v, **kwargs):
-    old = torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    old = getattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)
     torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
         with torch.no_grad(), warnings.catch_warnings():
