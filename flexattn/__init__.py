@@ -9,11 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexattn import errors, mods
-from flexattn.frontend.block_mask import BlockMask, and_masks, noop_mask, or_masks
-from flexattn.frontend.block_mask import create_block_mask as _create_block_mask
-from flexattn.frontend.block_mask import create_mask as _create_mask
+from flexattn.frontend.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from flexattn.runtime.attention import AuxOutput, AuxRequest, flex_attention
-from flexattn.runtime.eager import eager_only
 from flexattn.runtime.settings import FlexPerformanceWarning
 from flexattn.runtime.stats import reset_stats, stats
 
@@ -21,9 +18,6 @@ if TYPE_CHECKING:
     from flexattn.runtime.explain import explain
 
 __version__ = "0.1.0"
-
-create_block_mask = eager_only(_create_block_mask)
-create_mask = eager_only(_create_mask)
 
 __all__ = [
     "AuxOutput",

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "flexattn"
 FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may import those to its left
 # Order inside frontend is import order, as the design lists it.
 FRONTEND = [
-    "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate", "interval",
+    "eager", "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate", "interval",
     "symbolic", "gradient", "spans", "refine", "tile_map", "picks", "algebra", "mask_functions", "snapshot", "display",
     "block_lists", "block_mask",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ from flexattn.frontend.block_lists import (
     write_lists,
     write_order,
 )
+from flexattn.frontend.eager import eager_only
 from flexattn.frontend.expr import DEP_B, DEP_H
 from flexattn.frontend.mask_functions import (
     MaskMod,
@@ -908,6 +909,7 @@ def _shape(mask: BlockMask, name: str) -> torch.Size | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- makers
+@eager_only
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -978,6 +980,7 @@ def _create(
     return mask
 
 
+@eager_only
 def create_mask(
     mod_fn: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: torch.device | str | None = None
 ) -> Tensor:

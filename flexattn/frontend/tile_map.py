@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import CaptureIndexError, OptionError
+from flexattn.frontend.eager import eager_only
 from flexattn.frontend.expr import DEP_B, DEP_H, const, make, topological
 from flexattn.frontend.interval import Tables, bounds
 from flexattn.frontend.program import Program, Traced
@@ -111,6 +112,7 @@ class TileMap:
         return self.kept_pairs() / pairs if pairs else 0.0
 
 
+@eager_only
 def build_tile_map(
     traced_mask: Traced | None,
     *,

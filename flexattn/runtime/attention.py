@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flexattn.errors import CallError, MaskTypeError, OptionError
 from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.eager import eager_only
 from flexattn.frontend.program import Traced
 from flexattn.frontend.trace import mod_kind, trace
 from flexattn.runtime import settings, stats
 from flexattn.runtime.autograd import attend
-from flexattn.runtime.eager import eager_only
 from flexattn.runtime.options import parse_options
 from flexattn.runtime.plan import Plan, Problem, make_plan
 from flexattn.runtime.validate import check_mask, place_captures, validate

@@ -21,7 +21,7 @@ from flexattn.codegen.tile_config import TileConfig, candidates
 from flexattn.frontend.source import Source
 from flexattn.frontend.trace import trace
 from flexattn.runtime import launch, settings
-from flexattn.runtime.attention import prepare
+from flexattn.runtime.attention import AuxRequest, prepare
 from flexattn.runtime.autograd import is_empty
 from flexattn.runtime.device import target_for
 from flexattn.runtime.plan import Plan, Problem
@@ -40,14 +40,17 @@ def explain(
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    return_lse: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
     *,
+    return_aux: AuxRequest | None = None,
     mask_mod: Callable[..., Any] | None = None,
 ) -> str:
     """What flex_attention would do with these arguments, and why.
 
     Args:
         query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod: as in flex_attention.
+        return_lse, return_aux: accepted so that a call can be explained by changing its name.
     Returns: text: inputs, programs as math with their numbers and captured tensors, the tile map and how it was decided,
         the backend and its reason, and the generated functions (on a machine without a GPU, what an H100 would get).
     Raises: what flex_attention raises for these arguments.
@@ -63,6 +66,7 @@ def explain(
         (block_mask, mask_mod),
         scale=scale,
         enable_gqa=enable_gqa,
+        aux=AuxRequest(return_lse) if return_aux is None else return_aux,
         options=kernel_options,
     )
     lines = [*_inputs(problem), "", *_program("score_mod", problem.score, score_mod), *_mask(problem, mask_mod), ""]
