@@ -43,5 +43,5 @@ def _disable(fn: Callable[P, R], outer: Callable[P, R]) -> Callable[P, R]:
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if skip_code is not None:  # saves guards, and recompiles, of the few lines of the wrapper
         skip_code(outer.__code__)
-    disabled: Callable[P, R] = torch.compiler.disable(fn)
+    disabled: Callable[P, R] = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
     return disabled
