@@ -81,9 +81,9 @@ def read_lists(
     by_col = LineRuns(grid.groups, (cols, cols), (rows, rows), counts.device)
     for name, keys in (("full", full), ("partial", partial)):
         line, col = keys // max(cols, 1), keys % max(cols, 1)
-        blocks = torch.stack((line // max(rows, 1), line % max(rows, 1), col))
-        by_row.add_tiles(getattr(by_row, name), blocks)
-        by_col.add_tiles(getattr(by_col, name), blocks[[0, 2, 1]])
+        group, row = line // max(rows, 1), line % max(rows, 1)
+        by_row.add_tiles(getattr(by_row, name), group, row, col)
+        by_col.add_tiles(getattr(by_col, name), group, col, row)
     return TileMap(grid, *by_row.spans(), *by_col.spans(), {}, None)
 
 

@@ -49,9 +49,9 @@ def evaluate(
             value: torch.Tensor = values[node.attr]
             return value
         if node.op == "const":
-            return torch.tensor(node.attr, dtype=node.dtype)
+            return torch.tensor(node.attr, dtype=node.dtype, device="cpu")
         if node.op == "num":
-            return torch.tensor(binding.numbers[node.attr], dtype=node.dtype)
+            return torch.tensor(binding.numbers[node.attr], dtype=node.dtype, device="cpu")
         if node.op == "load":
             return gather(binding.captures[node.attr[0]], args, out_of_range, device)
         if node.op == "cast":

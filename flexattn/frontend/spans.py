@@ -86,23 +86,28 @@ class Runs:
 
     def __init__(self, device: torch.device) -> None:
         empty = torch.zeros(0, dtype=torch.int64, device=device)
-        self.parts, self.size, self.limit = [(empty, empty)], 0, 1 << 16
+        self.done: tuple[Tensor, Tensor] = (empty, empty)  # joined and in order
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.size, self.limit = 0, 1 << 16
 
     def add(self, starts: Tensor, stops: Tensor) -> None:
-        self.parts.append((starts, stops))
+        if not len(starts):
+            return
+        self.waiting.append((starts, stops))
         self.size += len(starts)
         if self.size > self.limit:
-            starts, stops = self.joined()
-            self.parts, self.size = [(starts, stops)], len(starts)
+            self.size = len(self.joined()[0])
             self.limit = max(self.limit, 2 * self.size)
 
     def joined(self) -> tuple[Tensor, Tensor]:
-        starts, stops = (_sorted(torch.cat(part)) for part in zip(*self.parts, strict=True))
-        if not len(starts):
-            return starts, stops
-        gap = starts[1:] != stops[:-1]
-        one = gap.new_ones(1)
-        return starts[torch.cat((one, gap))], stops[torch.cat((gap, one))]
+        """All runs, in order, none touching the next."""
+        if self.waiting:
+            parts = [self.done, *self.waiting]
+            starts, stops = (_sorted(torch.cat([p[side] for p in parts])) for side in (0, 1))
+            gap = starts[1:] != stops[:-1]
+            one = gap.new_ones(1)
+            self.done, self.waiting = (starts[torch.cat((one, gap))], stops[torch.cat((gap, one))]), []
+        return self.done
 
 
 class LineRuns:
@@ -141,14 +146,15 @@ class LineRuns:
         real = (base < self.lines) & (start < stop)
         runs.add((key + start)[real], (key + stop)[real])
 
-    def add_tiles(self, runs: Runs, boxes: Tensor) -> None:
-        group, line, cell = boxes
+    def add_tiles(self, runs: Runs, group: Tensor, line: Tensor, cell: Tensor) -> None:
         start = (group * self.lines + line) * self.width + cell
         runs.add(start, start + 1)
 
     def spans(self) -> tuple[Spans, Spans]:
         """(full, partial), after the full runs on a cut line or cell have become partial."""
         start, stop = self.full.joined()
+        if (self.lines, self.cells) == (self.full_lines, self.full_cells):
+            return self._csr(start, stop), self._csr(*self.partial.joined())
         cut_line = start // self.width % max(self.lines, 1) >= self.full_lines
         cut_cell = ~cut_line & (stop % self.width > self.full_cells)
         self.partial.add(start[cut_line], stop[cut_line])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -156,7 +157,8 @@ def build_tile_map(
     device = torch.device(device)
     if traced_mask is not None and device.type == "cpu":
         _check_reads(traced_mask, grid)
-    tile_map = _Builder(traced_mask, grid, device).run()
+    with torch.no_grad():
+        tile_map = _Builder(traced_mask, grid, device).run()
     for listener in ON_BUILD:
         listener(tile_map)
     return tile_map
@@ -176,7 +178,10 @@ def _check_reads(traced: Traced, grid: Grid) -> None:
         for size, index in zip(binding.captures[node.attr[0]].shape, node.args, strict=True):
             outside = make("or", outside, make("or", make("lt", index, -size), make("ge", index, size)))
     sizes = {"b": grid.batch, "h": grid.heads, "q_idx": grid.q_len, "kv_idx": grid.kv_len}
-    box = {n: (torch.zeros(1, dtype=torch.int64), torch.tensor([size - 1])) for n, size in sizes.items()}
+    box = {
+        n: (torch.zeros(1, dtype=torch.int64, device="cpu"), torch.tensor([size - 1], device="cpu"))
+        for n, size in sizes.items()
+    }
     misread = Program("mask", outside, program.captures, program.numbers)
     _, may = bounds(misread, Tables(binding), b=box["b"], h=box["h"], q_idx=box["q_idx"], kv_idx=box["kv_idx"])
     if not may.any():
@@ -202,7 +207,6 @@ class _Builder:
         self.by_row, self.by_col = LineRuns(grid.groups, rows, cols, device), LineRuns(grid.groups, cols, rows, device)
         self.levels: dict[int, list[int]] = {}
         self.witnessed = self.evaluated_empty = self.evaluated_full = self.evaluated_partial = 0
-        self.probes = self._probe_points()
 
     def run(self) -> TileMap:
         grid = self.grid
@@ -270,15 +274,20 @@ class _Builder:
         for part in chunks(tiles, BOXES_AT_ONCE):
             some, hole = self._decide(part)
             for found, name in ((some & ~hole, "full"), (some & hole, "partial")):
-                for lines, order in ((self.by_row, [0, 1, 2]), (self.by_col, [0, 2, 1])):
-                    lines.add_tiles(getattr(lines, name), part[order][:, found])
+                at = found.nonzero()[:, 0]
+                if len(at):
+                    group, row, col = part[:, at]
+                    self.by_row.add_tiles(getattr(self.by_row, name), group, row, col)
+                    self.by_col.add_tiles(getattr(self.by_col, name), group, col, row)
 
     def _decide(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
         """(has a kept pair, has a dropped pair): by witnesses, and where they do not tell, by subdivision."""
         assert self.mask is not None
         some = torch.zeros(tiles.shape[1], dtype=torch.bool, device=self.device)
         hole, todo = some.clone(), torch.arange(tiles.shape[1], device=self.device)
-        for at_q, at_kv in self.probes:
+        for at_q, at_kv in _probe_points(self.grid.q_block, self.grid.kv_block, self.device):
+            if not len(todo):
+                break
             for part in chunks(todo, max(1, POINTS_AT_ONCE // (len(at_q) * len(at_kv)))):
                 group, row, col = tiles[:, part]
                 q = (row[:, None] * self.grid.q_block + at_q).clamp(max=self.grid.q_len - 1)
@@ -294,7 +303,8 @@ class _Builder:
         for part in chunks(todo, 512):
             cells = cells_of(tiles[:, part], self.grid)
             some[part], hole[part] = search(self.mask, cells, some[part], hole[part])
-        self._count_evaluated(some[todo], hole[todo])
+        if len(todo):
+            self._count_evaluated(some[todo], hole[todo])
         return some, hole
 
     def _unequal(self, tiles: Tensor) -> Tensor:
@@ -303,15 +313,6 @@ class _Builder:
         _, group, q, q_end, kv, kv_end = cells_of(tiles, self.grid)[:, :, None, None]
         _, may = self.mask.bounds(group[:, 0, 0], (q, q_end - 1), (kv, kv_end - 1), sets=True)
         return ~may.flatten()
-
-    def _probe_points(self) -> list[tuple[Tensor, Tensor]]:
-        """Where witnesses are looked for: 4 x 4 points, then two whole rows, then two whole columns of the tile."""
-        few, every, ends = [], [], []
-        for size in (self.grid.q_block, self.grid.kv_block):
-            few.append(torch.tensor(sorted({0, min(1, size - 1), max(size // 2 - 1, 0), size - 1}), device=self.device))
-            every.append(torch.arange(size, device=self.device))
-            ends.append(torch.tensor(sorted({0, size - 1}), device=self.device))
-        return [(few[0], few[1]), (ends[0], every[1]), (every[0], ends[1])]
 
     def _count_evaluated(self, some: Tensor, hole: Tensor) -> None:
         self.evaluated_empty += int((~some).sum())
@@ -338,6 +339,18 @@ class _Builder:
         }
 
 
+@lru_cache(maxsize=64)
+def _probe_points(q_block: int, kv_block: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Where witnesses are looked for: 4 x 4 points, then two whole rows, then two whole columns of the tile."""
+    few, every, ends = [], [], []
+    for size in (q_block, kv_block):
+        few.append(torch.tensor(sorted({0, min(1, size - 1), max(size // 2 - 1, 0), size - 1}), device=device))
+        every.append(torch.arange(size, device=device))
+        ends.append(torch.tensor(sorted({0, size - 1}), device=device))
+    return [(few[0], few[1]), (ends[0], every[1]), (every[0], ends[1])]
+
+
+@torch.no_grad()
 def count_pairs(tile_map: TileMap) -> int:
     """Kept pairs: full tiles by multiplication, partial ones by subdivision."""
     grid, spans = tile_map.grid, tile_map.partial

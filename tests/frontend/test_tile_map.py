@@ -194,6 +194,32 @@ def test_value_sets_prove_shuffled_tables_apart() -> None:
     check(counts, brute(lambda b_, h, q, k: swapped[q] == other[k], BATCH, HEADS, 512, 512))
 
 
+def test_a_single_equal_pair_is_found() -> None:
+    """No witness hits it, and value sets do not rule it out."""
+    a, b = torch.arange(512) * 2, torch.arange(512) * 2 + 1
+    b[300] = a[200]
+    tile_map = build(lambda b_, h, q, k: a[q] == b[k], 512, 512, 128, 128)
+    assert tile_map.dense().nonzero().tolist() == [[0, 0, 1, 2]]
+    assert tile_map.kept_pairs() == 1
+    assert tile_map.decided["partial_by_evaluation"] == 1
+    tile_map = build(lambda b_, h, q, k: a[q] != b[k], 512, 512, 128, 128)
+    assert (tile_map.dense() == 1).nonzero().tolist() == [[0, 0, 1, 2]]
+    assert tile_map.kept_pairs() == 512 * 512 - 1
+
+
+def test_no_gradient_is_recorded() -> None:
+    table = torch.linspace(-1, 1, 64, requires_grad=True)
+    assert build(lambda b, h, q, k: table[q] + table[k] > 0, 64, 64, 16, 16).kept_pairs() == 32 * 63
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_default_device_does_not_matter(where: str) -> None:
+    mask_mod = MASKS["documents, causal"]
+    with torch.device(where):
+        tile_map = build(mask_mod, 200, 300, 32, 64)
+    check(tile_map, brute(mask_mod, BATCH, HEADS, 200, 300))
+
+
 def test_kept_read_out_of_range_is_an_error() -> None:
     short = torch.zeros(100, dtype=torch.int32)
     with pytest.raises(CaptureIndexError, match="out of range"):
