@@ -112,6 +112,11 @@ _SINGLE = {  # float32: the dots run on ordinary arithmetic units, so small tile
 }
 _SMALLEST = (TileConfig(32, 32, 4, 1), TileConfig(32, 16, 4, 1), TileConfig(16, 16, 4, 1))
 _SHORT = (TileConfig(32, 64, 4, 2), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 1))
+_GATHERING = {  # captured reads along both axes keep an address an element in registers: more threads, smaller tiles
+    "forward": (TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2)),
+    "dq": (TileConfig(64, 64, 8, 2), TileConfig(64, 32, 4, 2)),
+    "dkdv": (TileConfig(64, 64, 8, 2), TileConfig(32, 64, 4, 2)),
+}
 _INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 
 
@@ -196,7 +201,9 @@ def _listed(problem: TileProblem) -> list[TileConfig]:
     families = _SINGLE if problem.element_bytes == 4 else _MMA if problem.target.family == "mma" else _WGMMA
     rows = [configs for pad, configs in families[problem.kernel] if pad >= problem.pad]
     listed = [TileConfig(*c) for configs in rows for c in configs]
-    return [*(_SHORT if problem.is_short and problem.kernel == "forward" else ()), *listed]
+    gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128
+    first = [*(_SHORT if problem.is_short and problem.kernel == "forward" else ())]
+    return [*first, *(_GATHERING[problem.kernel] if gathering else ()), *listed]
 
 
 def _with_options(problem: TileProblem, found: tuple[TileConfig, ...], options: Any) -> tuple[TileConfig, ...]:

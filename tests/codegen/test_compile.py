@@ -57,7 +57,7 @@ def test_captured_gradient_in_the_dq_kernel(tmp_path: Path) -> None:
 
 def test_prepass_and_unaligned_inputs(tmp_path: Path) -> None:
     compiled(tmp_path, "delta", arch=90, dim=128)
-    ptx, _ = compiled(tmp_path, "forward", arch=80, dim=40, aligned=False)
+    ptx, _ = compiled(tmp_path, "forward", arch=80, dim=40, aligned=False, spills=512)
     assert "cp.async.cg" not in ptx  # 16-byte copies need the alignment that is not promised
 
 
