@@ -724,6 +724,7 @@ class BlockMask:
         grows = (deps & DEP_B and batch != sizes[0]) or (deps & DEP_H and heads != sizes[1])
         if self._is_list or not grows:
             return self
+        self._check_current()
         key = ("expanded", batch, heads)
         if key not in self._cache:
             self._cache[key] = self._derived(self._traced, self._function, sizes=(batch, heads))

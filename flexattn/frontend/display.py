@@ -20,6 +20,7 @@ from flexattn.frontend.tile_map import TileMap
 
 EMPTY, PARTIAL, FULL = (245, 245, 242), (253, 174, 97), (44, 90, 160)  # colours that stay apart in grey
 MAX_CELLS = 64  # a side of a picture
+COUNTED_PAIRS = 1 << 30  # in partial tiles: beyond, a picture gives bounds of the density and does not count
 
 
 class Drawable(Protocol):
@@ -137,7 +138,17 @@ def _caption(mask: Drawable, tile_map: TileMap, drawn: Picture) -> str:
     if drawn.blocks != (1, 1):
         size += f", {drawn.blocks[0]} x {drawn.blocks[1]} blocks a cell"
     shares = f"empty {1 - full - partial:.1%}, partial {partial:.1%}, full {full:.1%}"
-    return f"{size}; {shares}; density {tile_map.density():.2%} of pairs"
+    return f"{size}; {shares}; density {_density(tile_map)} of pairs"
+
+
+def _density(tile_map: TileMap) -> str:
+    """The kept share; where counting it would take long, the bounds that the tiles give."""
+    undecided = tile_map.partial.tiles() * tile_map.q_block * tile_map.kv_block
+    if undecided <= COUNTED_PAIRS:
+        return f"{tile_map.density():.2%}"
+    pairs = tile_map.grid.groups * tile_map.q_len * tile_map.kv_len
+    full = tile_map.full.tiles() * tile_map.q_block * tile_map.kv_block
+    return f"{full / pairs:.2%} to {min(1.0, (full + undecided) / pairs):.2%}"
 
 
 # ----------------------------------------------------------------------------------------------------- SVG and HTML

@@ -215,10 +215,10 @@ def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, k
         block_mask = _our_block_mask(block_mask)
         check_mask(block_mask, query, key)
     if mask_mod is None:
-        return block_mask
+        return block_mask and block_mask.expand(query.shape[0], query.shape[1])
     _check_kind(mask_mod, "mask", "mask_mod(b, h, q_idx, kv_idx)")
     if block_mask is not None:
-        return block_mask.combine(mask_mod)
+        return block_mask.combine(mask_mod).expand(query.shape[0], query.shape[1])
     return _mask_from_mod(mask_mod, query, key)
 
 

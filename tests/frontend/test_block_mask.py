@@ -485,6 +485,10 @@ def test_expand_decides_each_batch_that_the_function_tells_apart() -> None:
     assert mask.expand(2, 5) is wide
     same = create_block_mask(causal, None, None, 64, 64, "cpu")
     assert same.expand(2, 5) is same
+    lengths[0] = 4
+    for ask in (lambda: mask.expand(2, 1), lambda: wide.tile_map(16, 16)):
+        with pytest.raises(StaleMaskError):
+            ask()
     with pytest.raises(ShapeError, match="must be 1 or equal"):
         wide.expand(3, 5)
 
