@@ -6,6 +6,7 @@ plan's memo; what changes from call to call (lengths, strides, captured tensors,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -160,7 +161,7 @@ def _legal(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
     """Configurations for this call's size class that its mask allows, best first."""
     q = problem.q
     programs = (plan.score, plan.mask)
-    options = problem.options.forward if kernel == "forward" else problem.options.backward
+    options = problem.options.forward if kernel == "forward" else _backward_options(problem)
     found = candidates(
         kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_pad=padded(q.shape[3]),
         v_pad=padded(problem.v.shape[3]), q_len=q.shape[2], programs=programs, options=options,
@@ -176,6 +177,13 @@ def _legal(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
             hint="a BLOCK_SIZE of 128, or create_block_mask from a mask_mod",
         )
     return legal
+
+
+def _backward_options(problem: Problem) -> Any:
+    """The backward's options. BLOCK_M and BLOCK_N without a number or a prefix mean the forward's tiles, as in torch."""
+    forward, backward = problem.options.forward, problem.options.backward
+    shared = {name: None for name in ("BLOCK_M", "BLOCK_N") if getattr(forward, name) == getattr(backward, name)}
+    return dataclasses.replace(backward, **shared)
 
 
 # ---------------------------------------------------------------- arguments

@@ -46,8 +46,9 @@ LEAVES = _leaves()
 
 
 def spec_of(
-    kernel: str, *, arch: int, dim: int, leaf: str = "causal", dtype: str = "bf16", config: TileConfig | None = None, aligned: bool = True
-) -> KernelSpec:
+    kernel: str, *, arch: int, dim: int, leaf: str = "causal", dtype: str = "bf16", config: TileConfig | None = None,
+    aligned: bool = True,
+) -> KernelSpec:  # fmt: skip
     """A kernel as the runtime would ask for it, with its preferred tiles."""
     score, mask = LEAVES[leaf]
     bound = [t for t in (score, mask) if t is not None]
@@ -85,7 +86,8 @@ def compile_and_measure(spec: KernelSpec, folder: Path) -> tuple[Any, Resources]
     compiled, arch = build(emit(spec)), spec.target.arch
     text = folder / "kernel.ptx"
     text.write_text(compiled.asm["ptx"])
-    command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", str(text), "-o", str(folder / "kernel.cubin")]
+    name = f"sm_{arch}{'a' if arch >= 90 else ''}"
+    command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", str(text), "-o", str(folder / "kernel.cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     log = done.stdout + done.stderr
     registers, spills = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)

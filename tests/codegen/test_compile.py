@@ -86,6 +86,7 @@ def test_every_configuration_fits(kernel: str, arch: int, dim: int, dtype: str, 
 
 
 def test_there_is_a_configuration_for_every_head_dim_and_target() -> None:
-    for kernel, arch, dim, dtype in itertools.product(("forward", "dq", "dkdv"), (*ARCHES, 75), (4, 64, 100, 129, 256, 512), ("bf16", "fp32")):
+    kernels, arches, dims = ("forward", "dq", "dkdv"), (*ARCHES, 75), (4, 64, 100, 129, 256, 512)
+    for kernel, arch, dim, dtype in itertools.product(kernels, arches, dims, ("bf16", "fp32")):
         found = preferred(kernel, arch, dim, dtype)
         assert 1 <= len(found) <= 3 and len(set(found)) == len(found)

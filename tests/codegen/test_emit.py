@@ -11,7 +11,15 @@ import torch
 
 from flexattn.codegen.emit import emit
 from flexattn.codegen.leaves import leaf_functions
-from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, capture_layout, padded, tensor_layout, wide_number
+from flexattn.codegen.spec import (
+    CaptureLayout,
+    KernelSpec,
+    TensorLayout,
+    capture_layout,
+    padded,
+    tensor_layout,
+    wide_number,
+)
 from flexattn.codegen.target import INTERPRETER, target_of
 from flexattn.codegen.tile_config import TileConfig, candidates
 from flexattn.errors import DTypeError, OptionError, UnsupportedError
@@ -171,6 +179,7 @@ def test_a_caller_s_tiles_are_honoured_or_refused() -> None:
     assert tiles("dq", BLOCK_M2=32)[0].BLOCK_M == 32
     assert tiles("dq", BLOCK_M1=32) == tiles("dq")
     assert len(tiles("forward")) == 3
-    for wrong, rule in (({"BLOCK_M": 512}, "power of two"), ({"num_stages": 9}, "num_stages"), ({"BLOCK_M": 256, "BLOCK_N": 256}, "shared memory")):
+    refused = {"power of two": {"BLOCK_M": 512}, "num_stages": {"num_stages": 9}, "shared memory": {"BLOCK_M": 256, "BLOCK_N": 256}}
+    for rule, wrong in refused.items():
         with pytest.raises(OptionError, match=rule):
             tiles("forward", **wrong)
