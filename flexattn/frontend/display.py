@@ -104,7 +104,15 @@ def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, m
 
     Example:
         >>> print(text(create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, "cpu")))
-        # doctest: +SKIP
+        512 queries (down) x 512 keys (right)
+        ┌────────┐
+        │▒▒······│
+        │██▒▒····│
+        │████▒▒··│
+        │██████▒▒│
+        └────────┘
+        ·· empty  ▒▒ partial  ██ full
+        blocks 128 x 128; empty 37.5%, partial 25.0%, full 37.5%; density 50.10% of pairs
     """
     tile_map = mask.tile_map(*mask.BLOCK_SIZE)
     drawn = picture(tile_map, batch=batch, head=head, max_rows=max_rows, max_cols=max_cols)

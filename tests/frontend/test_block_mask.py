@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import functools
+import importlib
 import pickle
 import warnings
 
@@ -31,6 +33,7 @@ from flexattn.frontend.block_mask import (
     not_mask,
     or_masks,
 )
+from flexattn.frontend.trace import trace
 from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -736,3 +739,11 @@ def test_compiled_makers(how: str) -> None:
             else:
                 mask = torch.compile(caller, backend="eager")(torch.zeros(2), window)[1]
             assert torch.equal(kept_by(mask), brute(rule, 1, 1, 96, 96))
+
+
+@pytest.mark.parametrize("name", ["block_mask", "mask_functions", "symbolic", "display"])
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(f"flexattn.frontend.{name}")
+    found = doctest.testmod(module, extraglobs={"trace": trace, "create_block_mask": create_block_mask, "torch": torch})
+    assert found.failed == 0
+    assert found.attempted > 0
