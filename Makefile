@@ -6,7 +6,7 @@
 #   make test-all        the slow ones too
 #   make notebooks       executes the notebooks
 #   make lint types      ruff, mypy
-#   make bench           the benchmarks; results go to benchmarks/results
+#   make bench           the benchmarks; results go to benchmarks/results   (make bench BENCH=--quick)
 #   make clean           removes .venv, caches and demo/out
 
 PYTHON ?= python3
@@ -78,7 +78,11 @@ types: $(READY)
 	@$(PY) -m mypy
 
 bench: $(READY)
-	@$(PY) -m benchmarks $(BENCH)
+	@mkdir -p benchmarks/results
+	$(PY) -m benchmarks.bench_cpu --json benchmarks/results/cpu.json $(BENCH)
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(PY) -m benchmarks.bench_kernels compare benchmarks/results/kernels.json; \
+	else echo "no GPU here: the benchmarks of the kernels are left out"; fi
 
 clean:
 	rm -rf $(VENV) demo/out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -174,8 +174,8 @@ def learn(text: PackedText, device: torch.device, *, seconds: float) -> bool:
     )
     count = flexattn.stats()
     print(
-        f"counters over all of this: {count.traces.total():,} traces, {count.plans.total()} plans, "
-        f"{count.builds.total()} kernels built, {count.launches.total():,} launches"
+        f"counters over all of this: traces {count.traces.total():,}, plans {count.plans.total()}, "
+        f"kernels built {count.builds.total()}, launches {count.launches.total():,}"
     )
     if not falls(trained.losses):
         print("WRONG: the loss did not fall by a fifth")
@@ -207,7 +207,7 @@ def compare(device: torch.device, *, short: bool) -> None:
     rows: list[tuple[str, ...]] = []
     for title, ours, theirs, label in (
         ("causal, documents", "flexattn", "sdpa", "scaled_dot_product_attention"),
-        ("... with soft-cap and ALiBi", "flexattn-bent", "dense-bent", "dense formula"),
+        ("... with soft-cap and ALiBi", "flexattn-softcap", "dense-softcap", "dense formula"),
     ):
         rows += [
             (title, "", "", "", ""),

@@ -73,7 +73,7 @@ RIVALS: dict[str, tuple[Callable[..., object], Callable[..., Tensor]]] = {
         dense_mask,
         lambda q, k, v, mask, slope: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
     ),
-    "flexattn-bent": (
+    "flexattn-softcap": (
         lambda document: flexattn.create_block_mask(
             causal_documents(document), None, None, len(document), len(document), device=document.device
         ),
@@ -81,7 +81,7 @@ RIVALS: dict[str, tuple[Callable[..., object], Callable[..., Tensor]]] = {
             q, k, v, score_mod=soft_cap_and_alibi(CAP, slope), block_mask=mask
         ),
     ),
-    "dense-bent": (
+    "dense-softcap": (
         dense_mask,
         lambda q, k, v, mask, slope: dense_attention(q, k, v, mask, soft_cap_and_alibi(CAP, slope)),
     ),
