@@ -87,11 +87,19 @@ def differentiate(out: Tensor, lse: Tensor, leaves: Sequence[Tensor], weights: t
     if lse_weight is not None:
         loss = loss + (torch.where(torch.isneginf(lse), 0.0, lse.double()) * lse_weight).sum()
     grads = torch.autograd.grad(loss, list(leaves), allow_unused=True, retain_graph=True) if leaves else ()
-    return Result(out.detach(), lse.detach(), tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves)))
+    return Result(
+        out.detach(), lse.detach(), tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))
+    )
 
 
 def run(
-    qkv: Sequence[Tensor], mask_mod: Any = None, score_mod: Any = None, *, captures: Sequence[Tensor] = (), with_lse: bool = True, **options: Any
+    qkv: Sequence[Tensor],
+    mask_mod: Any = None,
+    score_mod: Any = None,
+    *,
+    captures: Sequence[Tensor] = (),
+    with_lse: bool = True,
+    **options: Any,
 ) -> Result:
     """flexattn.flex_attention with gradients for every leaf that wants one, its new memory full of NaN."""
     leaves = [x for x in (*qkv, *captures) if x.requires_grad]
@@ -104,7 +112,13 @@ def run(
 
 
 def exact(
-    qkv: Sequence[Tensor], mask_mod: Any = None, score_mod: Any = None, *, captures: Sequence[Tensor] = (), scale: float | None = None, with_lse: bool = True
+    qkv: Sequence[Tensor],
+    mask_mod: Any = None,
+    score_mod: Any = None,
+    *,
+    captures: Sequence[Tensor] = (),
+    scale: float | None = None,
+    with_lse: bool = True,
 ) -> Result:
     """The same from the float64 oracle, with float64 gradients: captured tensors are float64 while it runs."""
     inputs = [x.detach().double().requires_grad_(x.requires_grad) for x in qkv]
@@ -122,7 +136,13 @@ def exact(
 
 
 def dense(
-    qkv: Sequence[Tensor], mask_mod: Any = None, score_mod: Any = None, *, captures: Sequence[Tensor] = (), scale: float | None = None, with_lse: bool = True
+    qkv: Sequence[Tensor],
+    mask_mod: Any = None,
+    score_mod: Any = None,
+    *,
+    captures: Sequence[Tensor] = (),
+    scale: float | None = None,
+    with_lse: bool = True,
 ) -> tuple[Result, Result]:
     """The same formula done densely in the inputs' type with a float32 softmax: how large an error is fair.
 
@@ -136,7 +156,11 @@ def dense(
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     if score_mod is not None:
         scores = call_mod(score_mod, scores.shape, q.device, scores).float()
-    keep = call_mod(mask_mod, scores.shape, q.device).bool() if mask_mod is not None else torch.ones_like(scores, dtype=torch.bool)
+    keep = (
+        call_mod(mask_mod, scores.shape, q.device).bool()
+        if mask_mod is not None
+        else torch.ones_like(scores, dtype=torch.bool)
+    )
     keep = keep & ~torch.isneginf(scores)
     some = keep.any(-1, keepdim=True)
     peak = torch.where(some, torch.where(keep, scores, -math.inf).amax(-1, keepdim=True), 0.0).detach()
@@ -190,7 +214,13 @@ def assert_rule(name: str, actual: Tensor, expected: Tensor, fair: Sequence[Tens
 
 
 def check(
-    qkv: Sequence[Tensor], mask_mod: Any = None, score_mod: Any = None, *, captures: Sequence[Tensor] = (), scale: float | None = None, **options: Any
+    qkv: Sequence[Tensor],
+    mask_mod: Any = None,
+    score_mod: Any = None,
+    *,
+    captures: Sequence[Tensor] = (),
+    scale: float | None = None,
+    **options: Any,
 ) -> Result:
     """Runs, compares out, lse and every gradient with the oracle under the contract's rule, and returns what ran."""
     if scale is not None:

@@ -10,186 +10,37 @@ that this was unsafe (exp overflowed, or the sum is tiny or zero) the row is don
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn.runtime.cpu_mods import MaskMod, Positions, ScoreMod
+from flexattn.runtime.cpu_rows import (
+    SHORTEST,
+    TILE,
+    Chunk,
+    Lines,
+    Row,
+    Unit,
+    any_tile,
+    choose_tiles,
+    cut_chunks,
+    make_units,
+    split_chunks,
+)
 from flexattn.runtime.plan import Plan, Problem, output_like
-
-if TYPE_CHECKING:
-    from flexattn.frontend.block_mask import BlockMask
-    from flexattn.frontend.tile_map import Spans, TileMap
 
 Needs = tuple[bool, bool, bool, tuple[bool, ...]]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 
-TILE = 1 << 20  # scores computed at once: they should stay in the processor's caches
-Q_TILE, KV_TILE = 128, 128
-ONE_TILE = 1 << 16  # below this q_len * kv_len evaluating the mask everywhere costs less than a tile map
-SHORTEST = 512  # keys of one matrix product, at least, where a row has more
-JOIN_BELOW = 256  # runs of keys shorter than this (on average) are gathered into one product
+TILES_KEPT = 16  # tiles of a mask kept for the next row
 SAFE_SUM = (1e-15, 1e15)  # sums of exp(score) without a maximum that lose no accuracy
-_FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 PATIENCE = 4  # rows done twice before a call stops trying without the maximum
-
-
-# ---------------------------------------------------------------- which keys a row of q tiles meets
-class Chunk(NamedTuple):
-    """Keys of one matrix product: a slice, or the positions of several runs; `masked` are the parts the mask decides."""
-
-    keys: slice | Tensor
-    length: int
-    masked: tuple[tuple[int, int], ...]
-
-
-Span = tuple[int, int, bool]  # keys [start, stop), and whether the mask decides there
-
-
-class Row(NamedTuple):
-    """Queries [start, stop) and their keys."""
-
-    start: int
-    stop: int
-    spans: Sequence[Span]
-
-
-def _chunks(spans: Sequence[Span], longest: int, device: torch.device) -> list[Chunk]:
-    """Spans in order, cut into products of at most `longest` keys; short separate runs are joined by gathering."""
-    total = sum(stop - start for start, stop, _ in spans)
-    runs = sum(1 for i, span in enumerate(spans) if i == 0 or spans[i - 1][1] != span[0])
-    if total == 0:
-        return []
-    join = runs > 1 and total < JOIN_BELOW * runs
-    longest = -(-total // -(-total // longest))  # products of equal size
-    chunks: list[Chunk] = []
-    pieces: list[Span] = []
-    size = 0
-    for start, stop, masked in spans:
-        while start < stop:
-            if size == longest or (pieces and not join and pieces[-1][1] != start):
-                chunks.append(_chunk(pieces, device))
-                pieces, size = [], 0
-            end = min(stop, start + longest - size)
-            pieces.append((start, end, masked))
-            size += end - start
-            start = end
-    chunks.append(_chunk(pieces, device))
-    return chunks
-
-
-def _chunk(pieces: Sequence[Span], device: torch.device) -> Chunk:
-    masked: list[tuple[int, int]] = []
-    at = 0
-    for start, stop, is_masked in pieces:
-        if is_masked and masked and masked[-1][1] == at:
-            masked[-1] = (masked[-1][0], at + stop - start)
-        elif is_masked:
-            masked.append((at, at + stop - start))
-        at += stop - start
-    first, last = pieces[0][0], pieces[-1][1]
-    if last - first == at:
-        return Chunk(slice(first, last), at, tuple(masked))
-    keys = torch.cat([torch.arange(start, stop, device=device) for start, stop, _ in pieces])
-    return Chunk(keys, at, tuple(masked))
-
-
-def _split(spans: Sequence[Span], device: torch.device) -> list[Chunk]:
-    """All keys as one chunk, or unmasked and masked keys apart where most are unmasked: there the mask would only be read."""
-    full = [span for span in spans if not span[2]]
-    partial = [span for span in spans if span[2]]
-    unmasked = sum(stop - start for start, stop, _ in full)
-    masked = sum(stop - start for start, stop, _ in partial)
-    if unmasked and masked and unmasked > max(SHORTEST, 2 * masked):
-        return [_chunk(full, device), _chunk(partial, device)]
-    return [_chunk(spans, device)] if spans else []
-
-
-class _Lines:
-    """The spans of a TileMap as lists, by line."""
-
-    def __init__(self, tiles: TileMap) -> None:
-        self.tiles = tiles
-        self.full, self.partial = _tolist(tiles.full), _tolist(tiles.partial)
-
-    def spans(self, line: int) -> list[Span]:
-        """Keys of a line of tiles, in order."""
-        width, end = self.tiles.kv_block, self.tiles.kv_len
-        found = [
-            (start * width, min(stop * width, end), masked)
-            for (indptr, starts, stops), masked in ((self.full, False), (self.partial, True))
-            for start, stop in zip(starts[indptr[line] : indptr[line + 1]], stops[indptr[line] : indptr[line + 1]])
-        ]
-        found.sort()
-        return found
-
-
-def _tolist(spans: Spans) -> tuple[list[int], list[int], list[int]]:
-    return spans.indptr.tolist(), spans.start.tolist(), spans.stop.tolist()
-
-
-# ---------------------------------------------------------------- which heads share a product
-class Unit:
-    """Batch entries and query heads that meet the same keys and are computed together.
-
-    Scores are one batched matrix product [n, rows, keys]: n runs over (batch, kv head), rows over (query head of the group, query).
-    Where key and value have batch 1, all batch entries are rows of the same product instead.
-    """
-
-    def __init__(self, problem: Problem, batch: tuple[int, int], heads: tuple[int, int]) -> None:
-        group = problem.q.shape[1] // problem.k.shape[1]
-        self.batch, self.heads = slice(*batch), slice(*heads)
-        self.kv_heads = slice(heads[0] // group, -(-heads[1] // group))
-        self.batches, self.q_heads = batch[1] - batch[0], heads[1] - heads[0]
-        self.one_kv = problem.k.shape[0] == 1
-        self.kv_batch = slice(0, 1) if self.one_kv else self.batch
-        self.n = (self.kv_heads.stop - self.kv_heads.start) * (1 if self.one_kv else self.batches)
-        self.rows_per_query = self.batches * self.q_heads // self.n
-
-    def fold(self, x: Tensor) -> Tensor:
-        """[batch, q_heads, queries, width] -> [n, rows, width], a copy only where needed."""
-        x = x.transpose(0, 1) if self.one_kv else x
-        return x.reshape(self.n, self.rows_per_query * x.shape[2], x.shape[3])
-
-    def unfold(self, x: Tensor) -> Tensor:
-        """[n, rows, width] -> [batch, q_heads, queries, width], a view of a contiguous tensor."""
-        outer = (self.q_heads, self.batches) if self.one_kv else (self.batches, self.q_heads)
-        x = x.reshape(*outer, x.shape[1] // self.rows_per_query, x.shape[2])
-        return x.transpose(0, 1) if self.one_kv else x
-
-    def queries(self, x: Tensor, row: Row) -> Tensor:
-        """This unit's part of a tensor [batch, q_heads, q_len, ...] for the queries of a row."""
-        return x[self.batch, self.heads, row.start : row.stop]
-
-    def key_rows(self, x: Tensor) -> Tensor:
-        """This unit's part of a tensor [kv_batch, kv_heads, kv_len, width] as [n, kv_len, width]; a view if x is contiguous."""
-        return x[self.kv_batch, self.kv_heads].reshape(self.n, x.shape[2], x.shape[3])
-
-
-def _units(problem: Problem, groups: tuple[int, int], q_tile: int) -> Iterator[tuple[int, Unit]]:
-    """(group of the tile map, unit) for all heads; a unit is one group's heads, or a part where they are many."""
-    batch, heads = problem.q.shape[:2]
-    group = heads // problem.k.shape[1]
-    at_once = max(1, TILE // (q_tile * SHORTEST))
-    head_step = 1 if groups[1] > 1 else _head_step(heads, group, at_once)
-    batch_step = 1 if groups[0] > 1 or head_step < heads else max(1, at_once // heads)
-    for b in range(0, batch, batch_step):
-        for h in range(0, heads, head_step):
-            line = (b if groups[0] > 1 else 0) * groups[1] + (h if groups[1] > 1 else 0)
-            yield line, Unit(problem, (b, min(batch, b + batch_step)), (h, min(heads, h + head_step)))
-
-
-def _head_step(heads: int, group: int, at_once: int) -> int:
-    """How many query heads at once: whole groups, or a part of one group that divides it."""
-    if heads <= at_once:
-        return heads
-    if group <= at_once:
-        return at_once // group * group
-    return max(d for d in range(1, at_once + 1) if group % d == 0)
 
 
 # ---------------------------------------------------------------- one call
@@ -205,16 +56,17 @@ class _Call:
         self.mask = MaskMod(problem.mask, q.device) if problem.mask is not None else None
         captures = needs[3] if needs is not None else None
         self.score = ScoreMod(problem.score, q.device, captures) if problem.score is not None else None
-        self.mask_is_whole = problem.block_mask is None or _any_tile(problem.block_mask)
-        self.tiles, self.q_tile = _tiles(problem)
-        self.lines = _Lines(self.tiles) if self.tiles is not None else None
+        self.mask_is_whole = problem.block_mask is None or any_tile(problem.block_mask)
+        self.tiles, self.q_tile = choose_tiles(problem)
+        self.lines = Lines(self.tiles) if self.tiles is not None else None
         self.axes = [torch.arange(n, device=q.device) for n in (*q.shape[:3], k.shape[2])]
         self.buffers: list[Tensor] = []
+        self.kept: dict[tuple[str, tuple[int, ...] | None], Any] = {}
 
     def units(self) -> Iterator[tuple[Unit, Iterator[Row]]]:
         """Units with their rows."""
         groups = (self.tiles.batch, self.tiles.heads) if self.tiles is not None else (1, 1)
-        for group, unit in _units(self.problem, groups, self.q_tile):
+        for group, unit in make_units(self.problem, groups, self.q_tile):
             yield unit, self.rows(group, unit)
 
     def rows(self, group: int, unit: Unit) -> Iterator[Row]:
@@ -230,7 +82,7 @@ class _Call:
     def chunks(self, unit: Unit, row: Row) -> list[Chunk]:
         """A row's keys in products of about TILE scores."""
         at_once = TILE // (unit.n * unit.rows_per_query * self.q_tile)
-        return _chunks(row.spans, max(SHORTEST, at_once), self.device)
+        return cut_chunks(row.spans, max(SHORTEST, at_once), self.device)
 
     def positions(self, unit: Unit, row: Row, keys: slice | Tensor) -> Positions:
         """Index tensors of a tile."""
@@ -262,10 +114,30 @@ class _Call:
         for start, stop in masked:
             keys = chunk.keys
             part = slice(keys.start + start, keys.start + stop) if isinstance(keys, slice) else keys[start:stop]
-            parts.append((start, stop, self.mask.dropped(self.positions(unit, row, part))))
+            make = functools.partial(self.mask.dropped, self.positions(unit, row, part))
+            parts.append((start, stop, self.once(("dropped", self.diagonal(unit, row, part)), make)))
         return parts
 
-    def scores(self, unit: Unit, row: Row, chunk: Chunk, q: Tensor, k: Tensor) -> tuple[Tensor, list[tuple[int, int, Tensor]], list[Tensor]]:
+    def diagonal(self, unit: Unit, row: Row, keys: slice | Tensor) -> tuple[int, ...] | None:
+        """What a tile of the mask depends on if it is the same along diagonals; None if it is not."""
+        if self.mask is None or not self.mask.moves or not isinstance(keys, slice):
+            return None
+        heads = (unit.batch.start, unit.heads.start) if self.mask.per_head else ()
+        return (row.start - keys.start, row.stop - row.start, keys.stop - keys.start, *heads)
+
+    def once(self, key: tuple[str, tuple[int, ...] | None], make: Callable[[], Any]) -> Any:
+        """make(), kept for the next tile on the same diagonal."""
+        if key[1] is None:
+            return make()
+        if key not in self.kept:
+            if len(self.kept) >= TILES_KEPT:
+                self.kept.clear()
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def scores(
+        self, unit: Unit, row: Row, chunk: Chunk, q: Tensor, k: Tensor
+    ) -> tuple[Tensor, list[tuple[int, int, Tensor]], list[Tensor]]:
         """Modified scores [n, rows, keys], -inf where the mask drops; also the dropped parts and what the derivative needs."""
         scores = self.buffer(0, unit.n, q.shape[1], chunk.length)
         torch.bmm(q, _take(k, chunk.keys).transpose(1, 2), out=scores)
@@ -274,7 +146,9 @@ class _Call:
         tile = unit.unfold(scores)
         if self.score is not None:
             spare = lambda: unit.unfold(self.buffer(2, *scores.shape))
-            modified, saved = self.score.apply(tile, spare, self.positions(unit, row, chunk.keys), lambda: _kept(tile, dropped))
+            modified, saved = self.score.apply(
+                tile, spare, self.positions(unit, row, chunk.keys), lambda: _kept(tile, dropped)
+            )
             if modified is not tile:
                 tile, scores = modified, self.buffer(2, *scores.shape)
         for start, stop, drop in dropped:
@@ -294,33 +168,9 @@ def _kept(tile: Tensor, dropped: list[tuple[int, int, Tensor]]) -> Tensor:
     return kept
 
 
-def _tiles(problem: Problem) -> tuple[TileMap | None, int]:
-    """The tile map to follow (None: every key is visited and the mask decides everywhere) and the rows of a q tile."""
-    q_len, kv_len = problem.q.shape[2], problem.k.shape[2]
-    block_mask = problem.block_mask
-    if block_mask is None:
-        return None, min(q_len, Q_TILE)
-    if not _any_tile(block_mask):
-        q_tile, kv_tile = (_divisor(size, wanted) for size, wanted in zip(block_mask.BLOCK_SIZE, (Q_TILE, Q_TILE)))
-        return block_mask.tile_map(q_tile, kv_tile), q_tile
-    if q_len * kv_len <= ONE_TILE:
-        return None, q_len
-    return block_mask.tile_map(Q_TILE, KV_TILE), Q_TILE
-
-
-def _any_tile(block_mask: BlockMask) -> bool:
-    """Whether the mask can be cut into any tiles: a list mask only knows its own blocks."""
-    return block_mask.legal_tile(2 * block_mask.BLOCK_SIZE[0], 2 * block_mask.BLOCK_SIZE[1])
-
-
-def _divisor(size: int, wanted: int) -> int:
-    """The greatest divisor of `size` that is at most `wanted`."""
-    return next(d for d in range(min(size, wanted), 0, -1) if size % d == 0)
-
-
 def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
     """Builds the tile map that `forward` and `backward` will look up (they use the same one)."""
-    _tiles(problem)
+    choose_tiles(problem)
 
 
 # ---------------------------------------------------------------- forward
@@ -374,8 +224,10 @@ def _fused_row(call: _Call, unit: Unit, row: Row, keys: tuple[Tensor, Tensor], r
     """A row of out and lse by torch's fused attention; False (nothing written) where a masked score is not finite."""
     q = _plain(unit.fold(unit.queries(call.q, row))).unsqueeze(0)
     found: tuple[Tensor, Tensor] | None = None
-    for chunk in _split(row.spans, call.device):
-        bias, empty = _bias(unit, row, chunk.length, call.dropped(unit, row, chunk), chunk.masked, call.dtype)
+    for chunk in split_chunks(row.spans, call.device):
+        place = call.diagonal(unit, row, chunk.keys) if chunk.masked and call.mask_is_whole else None
+        place = None if place is None else (*place, unit.rows_per_query)
+        bias, empty = call.once(("bias", place), functools.partial(_bias, call, unit, row, chunk))
         k, v = (_take(x, chunk.keys).unsqueeze(0) for x in keys)
         out, lse = _FUSED(q, k, v, attn_mask=bias, scale=call.problem.scale)
         out, lse = out[0], lse[0].unsqueeze(-1)
@@ -396,15 +248,14 @@ def _plain(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
 
 
-def _bias(
-    unit: Unit, row: Row, keys: int, dropped: list[tuple[int, int, Tensor]], masked: Sequence[tuple[int, int]], dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
+def _bias(call: _Call, unit: Unit, row: Row, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
     """What the fused kernel adds to scores (0 or -inf), and the rows [n, rows, 1] that keep no key (None: every row keeps one)."""
+    dropped = call.dropped(unit, row, chunk)
     if not dropped:
         return None, None
     queries = row.stop - row.start
     outer = tuple(max(drop.shape[d] for _, _, drop in dropped) for d in (0, 1))
-    bias = torch.zeros((*outer, queries, keys), dtype=dtype, device=dropped[0][2].device)
+    bias = torch.zeros((*outer, queries, chunk.length), dtype=call.dtype, device=call.device)
     for start, stop, drop in dropped:
         bias[..., start:stop].masked_fill_(drop, -math.inf)
     if outer == (1, 1):
@@ -412,8 +263,9 @@ def _bias(
     else:
         bias = unit.fold(bias.expand(unit.batches, unit.q_heads, -1, -1)).unsqueeze(0)
     empty = None
-    if sum(stop - start for start, stop in masked) == keys:
+    if sum(stop - start for start, stop in chunk.masked) == chunk.length:
         empty = (bias.amax(-1, keepdim=True) == -math.inf)[0]
+        empty = empty if bool(empty.any()) else None
     return bias, empty
 
 
@@ -441,7 +293,9 @@ def _sum_row(call: _Call, unit: Unit, row: Row, q: Tensor, k: Tensor, v: Tensor)
     return acc, total
 
 
-def _sum_row_safely(call: _Call, unit: Unit, row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_row_safely(
+    call: _Call, unit: Unit, row: Row, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same relative to the row's greatest score `peak` [n, rows, 1] (-inf if no key is kept), chunk after chunk."""
     acc, total = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(*q.shape[:2], 1)
     peak = torch.full_like(total, -math.inf)
@@ -457,7 +311,9 @@ def _sum_row_safely(call: _Call, unit: Unit, row: Row, q: Tensor, k: Tensor, v: 
     return acc, total, peak
 
 
-def _finish(unit: Unit, row: Row, acc: Tensor, total: Tensor, peak: Tensor | None, results: tuple[Tensor, Tensor, Tensor | None]) -> None:
+def _finish(
+    unit: Unit, row: Row, acc: Tensor, total: Tensor, peak: Tensor | None, results: tuple[Tensor, Tensor, Tensor | None]
+) -> None:
     """Divides by the sum and writes a row of out, lse and max_scores."""
     out, lse, peaks = results
     log_sum = total.log()
@@ -479,17 +335,21 @@ class _Gradients:
     def __init__(self, call: _Call, needs: Needs) -> None:
         shapes = (call.q.shape, call.k.shape, call.v.shape)
         self.q, self.k, self.v = (
-            torch.zeros(shape, dtype=call.dtype, device=call.device) if need else None for shape, need in zip(shapes, needs)
+            torch.zeros(shape, dtype=call.dtype, device=call.device) if need else None
+            for shape, need in zip(shapes, needs)
         )
         captures = call.problem.captures
         self.captures = [
-            torch.zeros(c.shape, dtype=_wide(c.dtype), device=call.device) if need else None for c, need in zip(captures, needs[3])
+            torch.zeros(c.shape, dtype=_wide(c.dtype), device=call.device) if need else None
+            for c, need in zip(captures, needs[3])
         ]
 
     def results(self, problem: Problem) -> Grads:
         """In the types of the inputs."""
         q, k, v = (None if g is None else g.to(problem.q.dtype) for g in (self.q, self.k, self.v))
-        captures = tuple(None if g is None else g.to(c.device, c.dtype) for g, c in zip(self.captures, problem.captures))
+        captures = tuple(
+            None if g is None else g.to(c.device, c.dtype) for g, c in zip(self.captures, problem.captures)
+        )
         return q, k, v, captures
 
 
@@ -497,7 +357,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs) -> Grads:
+def backward(
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
+) -> Grads:
     """Gradients of one call, recomputing the scores.
 
     Args:
@@ -516,7 +378,7 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tens
     shift, delta, d_log = _row_terms(out.to(call.dtype), lse, d_out, d_lse)
     for unit, rows in call.units():
         k, v = unit.key_rows(call.k), unit.key_rows(call.v)
-        into = [None if g is None else unit.key_rows(g) for g in (grads.k, grads.v)]
+        d_k, d_v = (None if g is None else unit.key_rows(g) for g in (grads.k, grads.v))
         for row in rows:
             q = unit.fold(unit.queries(call.q, row) * problem.scale)
             terms = [unit.fold(unit.queries(x, row)) for x in (d_out, shift, delta, d_log)]
@@ -524,7 +386,7 @@ def backward(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tens
             chunks = call.chunks(unit, row)
             exact = out.dtype != call.dtype and len(chunks) == 1
             for chunk in chunks:
-                _chunk_gradients(call, unit, row, chunk, (q, k, v), terms, (d_q, *into), grads.captures, exact=exact)
+                _chunk_gradients(call, unit, row, chunk, (q, k, v), terms, (d_q, d_k, d_v), grads.captures, exact=exact)
             if grads.q is not None and d_q is not None:
                 unit.queries(grads.q, row).copy_(unit.unfold(d_q.mul_(problem.scale)))
     return grads.results(problem)

@@ -16,15 +16,41 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import CaptureIndexError
-from flexattn.frontend.expr import Expr, topological
+from flexattn.frontend.expr import DEP_B, DEP_H, Expr, fold, topological
 from flexattn.frontend.gradient import score_gradient
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.program import Traced
 
 # Rows of the table whose result may be written over an operand: torch functions with `out=` that keep the data type.
 _OVERWRITES = frozenset(
-    "add sub mul truediv neg abs minimum maximum where exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos erf "
-    "floor ceil round trunc".split()
+    (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "neg",
+        "abs",
+        "minimum",
+        "maximum",
+        "where",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "tanh",
+        "sigmoid",
+        "sin",
+        "cos",
+        "erf",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+    )
 )
 
 
@@ -72,7 +98,9 @@ def _flatten(roots: tuple[Expr, ...], given: tuple[Expr, ...] = ()) -> Steps:
         args = tuple(place[a] for a in node.args)
         dying: tuple[int, ...] = ()
         if node.op in _OVERWRITES:
-            dying = tuple(a for a, expr in zip(args, node.args) if last_use[a] == i and a not in kept and expr.dtype == node.dtype)
+            dying = tuple(
+                a for a, expr in zip(args, node.args) if last_use[a] == i and a not in kept and expr.dtype == node.dtype
+            )
         steps.append(Step(node, args, dying, OPS[node.op].eval if node.op in OPS else None))
     return Steps(given, tuple(steps), tuple(place[r] for r in roots))
 
@@ -103,7 +131,7 @@ class _Reads:
         """Raises where a read out of range happened at a kept position."""
         for outside, load in self.outside:
             if bool((outside & kept).any()):
-                slot = load.attr[0]  # type: ignore[index]
+                slot = load.attr[0]
                 raise CaptureIndexError(
                     f"captured tensor {slot} is read out of range at a kept position in `{traced.program}`",
                     given=f"sizes {tuple(traced.binding.captures[slot].shape)}",
@@ -126,7 +154,9 @@ class _Evaluator:
         self.constants: dict[Expr, Tensor] = {}
         self.leaves: dict[str, Tensor] = {}
 
-    def run(self, code: Steps, positions: Positions, given: Sequence[Tensor], reads: _Reads, **leaves: Tensor) -> list[Tensor]:
+    def run(
+        self, code: Steps, positions: Positions, given: Sequence[Tensor], reads: _Reads, **leaves: Tensor
+    ) -> list[Tensor]:
         """Values of the code's results; `leaves` are score and grad, which may be written over."""
         self.leaves = {**positions._asdict(), **leaves}
         shape = positions.shape()
@@ -154,19 +184,19 @@ class _Evaluator:
 
     def _leaf(self, node: Expr, args: list[Tensor], reads: _Reads) -> Tensor:
         if node.op == "var":
-            return self.leaves[node.attr]  # type: ignore[index]
+            return self.leaves[node.attr]
         if node.op == "load":
             return self._load(node, args, reads)
         value = self.constants.get(node)
         if value is None:
-            number = self.traced.binding.numbers[node.attr] if node.op == "num" else node.attr  # type: ignore[index]
+            number = self.traced.binding.numbers[node.attr] if node.op == "num" else node.attr
             value = torch.tensor(number, dtype=node.dtype, device=self.device)
             self.constants[node] = value
         return value
 
     def _load(self, node: Expr, index: list[Tensor], reads: _Reads) -> Tensor:
         """A gather; positions out of range read something harmless and are remembered."""
-        capture = self.captures[node.attr[0]]  # type: ignore[index]
+        capture = self.captures[node.attr[0]]
         outside: Tensor | None = None
         for d, (i, size) in enumerate(zip(index, capture.shape)):
             low, high = torch.aminmax(i)
@@ -181,18 +211,49 @@ class _Evaluator:
             value = capture.new_zeros(torch.broadcast_shapes(*(i.shape for i in index)))
         else:
             value = capture[tuple(index)] if index else capture
-        if outside is not None and self.device.type != "cpu":  # on a GPU a kept read out of range is NaN or 0, not an error
+        if (
+            outside is not None and self.device.type != "cpu"
+        ):  # on a GPU a kept read out of range is NaN or 0, not an error
             value = torch.where(outside, math.nan if capture.is_floating_point() else 0, value)
         return value.to(node.dtype)
 
 
 # ---------------------------------------------------------------- masks and scores
+@lru_cache(maxsize=4096)
+def shift_invariant(body: Expr) -> bool:
+    """Whether moving q_idx and kv_idx together provably changes nothing, as in every window: tiles along a diagonal are equal.
+
+    Each node's value must move by a known multiple of the shift (0 at the root): q_idx by 1, q_idx - kv_idx by 0, and a
+    comparison by 0 if both sides move alike.
+    """
+
+    def visit(node: Expr, moved: list[int | None]) -> int | None:
+        if node.op == "var":
+            return 1 if node.attr in ("q_idx", "kv_idx") else 0
+        if None in moved:
+            return None
+        by = [m for m in moved if m is not None]
+        if node.op == "add":
+            return by[0] + by[1]
+        if node.op == "sub":
+            return by[0] - by[1]
+        if node.op == "neg":
+            return -by[0]
+        if node.op in ("lt", "le", "eq", "ne"):
+            return 0 if by[0] == by[1] else None
+        return 0 if not any(by) else None
+
+    return fold([body], visit)[0] == 0
+
+
 class MaskMod:
     """A traced mask on tiles."""
 
     def __init__(self, traced: Traced, device: torch.device) -> None:
         self.evaluator = _Evaluator(traced, device)
         self.code = _flatten((traced.program.body,))
+        self.moves = shift_invariant(traced.program.body)
+        self.per_head = bool(traced.program.body.deps & (DEP_B | DEP_H))
 
     def dropped(self, positions: Positions) -> Tensor:
         """Truth values that broadcast to the tile: True where the pair is not kept."""
@@ -208,7 +269,7 @@ class CaptureTile(NamedTuple):
     """A tile's gradient of one captured read: which element of which tensor, and how much."""
 
     slot: int
-    index: list[Tensor]
+    indices: list[Tensor]
     grad: Tensor
 
     def add_to(self, captures: Sequence[Tensor | None], dead: Tensor) -> None:
@@ -216,19 +277,21 @@ class CaptureTile(NamedTuple):
         into = captures[self.slot]
         assert into is not None
         grad = self.grad.expand(dead.shape).masked_fill(dead, 0.0).to(into.dtype)
-        shape = torch.broadcast_shapes((1, 1, 1, 1), *(i.shape for i in self.index))
+        shape = torch.broadcast_shapes((1, 1, 1, 1), *(i.shape for i in self.indices))
         summed = [d for d in range(4) if shape[d] == 1 and grad.shape[d] > 1]
         grad = grad.sum(summed, keepdim=True) if summed else grad
-        if not self.index:
+        if not self.indices:
             into += grad.sum()
             return
         flat = torch.zeros(shape, dtype=torch.int64, device=grad.device)
-        for i, size, stride in zip(self.index, into.shape, into.stride()):
+        for i, size, stride in zip(self.indices, into.shape, into.stride()):
             flat = flat + torch.where(i < 0, i + size, i).clamp_(0, max(size - 1, 0)) * stride
         if into.device.type == "cpu":
             into.view(-1).index_add_(0, flat.reshape(-1), grad.reshape(-1))
         elif into.numel():
-            into.view(-1).index_put_((flat.reshape(-1),), grad.reshape(-1), accumulate=True)  # in a fixed order, unlike index_add_
+            into.view(-1).index_put_(
+                (flat.reshape(-1),), grad.reshape(-1), accumulate=True
+            )  # in a fixed order, unlike index_add_
 
 
 class ScoreMod:
@@ -238,7 +301,9 @@ class ScoreMod:
         self.traced = traced
         self.evaluator = _Evaluator(traced, device)
         body = traced.program.body
-        self.captured: list[tuple[int, int]] = []  # slot and number of indices of each captured read that needs a gradient
+        self.captured: list[
+            tuple[int, int]
+        ] = []  # slot and number of indices of each captured read that needs a gradient
         self.kept: tuple[Expr, ...] = ()
         if needs is not None:
             self._differentiate(body, needs)
@@ -255,7 +320,9 @@ class ScoreMod:
         self.kept = tuple(node for node in used if node in shared)
         self.derivative = _flatten(roots, self.kept)
 
-    def apply(self, score: Tensor, spare: Callable[[], Tensor], positions: Positions, kept: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def apply(
+        self, score: Tensor, spare: Callable[[], Tensor], positions: Positions, kept: Callable[[], Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """The modified scores, in `score` or `spare()`, and the values the derivative starts from.
 
         Args:
@@ -274,7 +341,9 @@ class ScoreMod:
         target = spare() if score.untyped_storage().data_ptr() in used else score
         return target.copy_(value), saved
 
-    def differentiate(self, grad: Tensor, positions: Positions, saved: Sequence[Tensor]) -> tuple[Tensor, list[CaptureTile]]:
+    def differentiate(
+        self, grad: Tensor, positions: Positions, saved: Sequence[Tensor]
+    ) -> tuple[Tensor, list[CaptureTile]]:
         """From the gradient of the modified scores (which may be written over) to those of the scores and of captured reads."""
         d_score, *rest = self.evaluator.run(self.derivative, positions, saved, _Reads(), grad=grad)
         grads, indices = rest[: len(self.captured)], rest[len(self.captured) :]

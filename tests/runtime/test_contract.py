@@ -61,7 +61,11 @@ def test_c01_empty_leading_rows(device) -> None:
 @on_devices
 def test_c03_all_false_mask(device) -> None:
     qkv = make_qkv(2, (4, 2), (300, 300), (32, 48), dtype=F16, device=device)
-    for options in ({"mask_mod": lambda b, h, i, j: i < 0}, {"mask_mod": lambda b, h, i, j: False}, {"block_mask": _no_blocks(device)}):
+    for options in (
+        {"mask_mod": lambda b, h, i, j: i < 0},
+        {"mask_mod": lambda b, h, i, j: False},
+        {"block_mask": _no_blocks(device)},
+    ):
         result = run(qkv, **options)
         assert result.out.abs().max() == 0
         assert torch.isneginf(result.lse).all()
@@ -192,7 +196,9 @@ def test_c04_nan_behind_the_real_length(device) -> None:
         memory[..., 200:, :] = tail
         qkv = [x[:, :, :200].detach().requires_grad_() for x in memory]
         results.append(run(qkv, causal))
-    for clean, spoiled in zip((results[0].out, results[0].lse, *results[0].grads), (results[1].out, results[1].lse, *results[1].grads)):
+    for clean, spoiled in zip(
+        (results[0].out, results[0].lse, *results[0].grads), (results[1].out, results[1].lse, *results[1].grads)
+    ):
         assert torch.equal(clean, spoiled)
 
 
@@ -214,7 +220,9 @@ def test_c35_guarded_buffer_is_not_read_past_its_end(device) -> None:
     qkv = make_qkv(2, (2, 1), (160, 160), (32, 32), device=device)
     result = run(qkv, mask, lambda s, b, h, i, j: s + short[j], captures=[short])
     expected = check(qkv, mask, lambda s, b, h, i, j: s + padded[j], captures=[padded])
-    for got, want in zip((result.out, result.lse, *result.grads[:3]), (expected.out, expected.lse, *expected.grads[:3])):
+    for got, want in zip(
+        (result.out, result.lse, *result.grads[:3]), (expected.out, expected.lse, *expected.grads[:3])
+    ):
         assert torch.equal(got, want)
     assert (result.grads[3] - expected.grads[3][:150]).abs().max() < 1e-5
 
@@ -250,7 +258,11 @@ def test_c14_fused_projection(device, upstream) -> None:
     out = flex_attention(q, k, v, mask_mod=causal)
     assert out.stride() == torch.empty(2, 70, 4, 16).transpose(1, 2).stride()  # query's order
     weight = torch.randn(2, 70, 4, 16, device=device).transpose(1, 2)
-    weight = {"contiguous": weight.contiguous(), "transposed": weight, "expanded": torch.ones((), device=device).expand(weight.shape)}[upstream]
+    weight = {
+        "contiguous": weight.contiguous(),
+        "transposed": weight,
+        "expanded": torch.ones((), device=device).expand(weight.shape),
+    }[upstream]
     (grad,) = torch.autograd.grad(out, x, weight)
     expected, _ = oracle(q, k, v, causal)
     (want,) = torch.autograd.grad(expected, x, weight.double())
@@ -428,12 +440,18 @@ def test_any_scale(device, scale) -> None:
 def test_c05_floor_as_in_python(device, form) -> None:
     masks = {
         "//": lambda b, h, i, j: ((i - j) // 4 == -1) | ((i - j) % 4 == 3) | (i == j),
-        "torch.div": lambda b, h, i, j: (torch.div(i - j, 4, rounding_mode="floor") == -1) | ((i - j) % 4 == 3) | (i == j),
+        "torch.div": lambda b, h, i, j: (
+            (torch.div(i - j, 4, rounding_mode="floor") == -1) | ((i - j) % 4 == 3) | (i == j)
+        ),
         "remainder": lambda b, h, i, j: ((i - j) // 4 == -1) | (torch.remainder(i - j, 4) == 3) | (i == j),
     }
     assert kept_pairs(masks[form], 257, 257, device) == 17531
     assert int(create_mask(masks[form], None, None, 257, 257, device=device).sum()) == 17531
-    check(make_qkv(1, (2, 2), (60, 60), device=device), None, lambda s, b, h, i, j: s + 0.1 * ((i - j) // 4) + 0.2 * ((i - j) % 5))
+    check(
+        make_qkv(1, (2, 2), (60, 60), device=device),
+        None,
+        lambda s, b, h, i, j: s + 0.1 * ((i - j) // 4) + 0.2 * ((i - j) % 5),
+    )
 
 
 @on_devices
@@ -480,7 +498,13 @@ def test_c29_relative_position_table(device, dtype) -> None:
     assert result.grads[3].dtype == dtype
 
 
-BIAS_SHAPES = {"all": (1, 1, 384, 384), "batch": (2, 1, 384, 384), "heads": (1, 2, 384, 384), "keys": (2, 1, 1, 384), "queries": (1, 2, 384, 1)}
+BIAS_SHAPES = {
+    "all": (1, 1, 384, 384),
+    "batch": (2, 1, 384, 384),
+    "heads": (1, 2, 384, 384),
+    "keys": (2, 1, 1, 384),
+    "queries": (1, 2, 384, 1),
+}
 
 
 @on_devices
@@ -629,7 +653,9 @@ def test_c57_only_what_needs_a_gradient(device, wanted, monkeypatch) -> None:
     products: list[tuple[int, ...]] = []
     add = cpu._add
     monkeypatch.setattr(cpu, "_add", lambda into, *rest: (products.append(tuple(into.shape)), add(into, *rest))[1])
-    flex_attention(*tensors[:3], lambda s, b, h, i, j: s + bias[i, j], mask_mod=causal, enable_gqa=True).sum().backward()
+    flex_attention(
+        *tensors[:3], lambda s, b, h, i, j: s + bias[i, j], mask_mod=causal, enable_gqa=True
+    ).sum().backward()
     assert [x.grad is not None for x in tensors] == [n == wanted for n in range(4)]
     assert len(products) == (1 if wanted == 2 and device == "cpu" else 0)  # dK and dV alone go through it
     expected = oracle(*tensors[:3], causal, lambda s, b, h, i, j: s + bias[i, j])[0]
@@ -678,7 +704,13 @@ def test_c72_gradients_by_finite_differences() -> None:
 
     def call(q, k, v, table):
         out, aux = flex_attention(
-            q, k, v, lambda s, b, h, i, j: torch.tanh(s * table[j]) + table[i], mask_mod=causal, enable_gqa=True, return_aux=AuxRequest(lse=True)
+            q,
+            k,
+            v,
+            lambda s, b, h, i, j: torch.tanh(s * table[j]) + table[i],
+            mask_mod=causal,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=True),
         )
         return out, aux.lse
 
