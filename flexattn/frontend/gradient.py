@@ -54,7 +54,8 @@ def score_gradient(program: Program) -> ScoreGradient:
         program: A score program.
 
     Returns:
-        d_score, and one entry per distinct read of a captured float tensor; who needs which is decided at the call. A tensor read at several
+        d_score, and one entry per distinct read of a captured float tensor; who needs which is decided at the call.
+        A tensor read at several
         places has several entries, whose contributions add.
     """
     order = topological([program.body])
