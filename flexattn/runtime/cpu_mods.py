@@ -91,9 +91,8 @@ def _flatten(roots: tuple[Expr, ...], given: tuple[Expr, ...] = ()) -> Steps:
     nodes = [*given, *_below(roots, frozenset(given))]
     place = {node: i for i, node in enumerate(nodes)}
     last_use = {place[a]: i for i, node in enumerate(nodes) if i >= len(given) for a in node.args}
-    kept = {place[r] for r in roots} | {
-        place[a] for node in nodes if node.op == "detach" for a in node.args
-    }  # a view of it
+    viewed = {place[a] for node in nodes[len(given) :] if node.op == "detach" for a in node.args}
+    kept = {place[r] for r in roots} | viewed
     steps = []
     for i in range(len(given), len(nodes)):
         node = nodes[i]
