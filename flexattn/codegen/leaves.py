@@ -12,7 +12,7 @@ import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
 from flexattn.codegen.spec import KernelSpec
-from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, topological
+from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr
 from flexattn.frontend.gradient import score_gradient
 from flexattn.frontend.program import Program
 
@@ -141,8 +141,3 @@ def _full(text: str, root: Expr, like: str) -> str:
     """A tile-shaped result even where the expression does not depend on both tile axes."""
     has_tile = root.deps & DEP_SCORE or (root.deps & DEP_Q and root.deps & DEP_KV)
     return text if has_tile else f"leaf_ops.spread({text}, {like})"
-
-
-def loads_of(program: Program) -> list[Expr]:
-    """Every distinct read of a captured tensor."""
-    return [node for node in topological([program.body]) if node.op == "load"]
