@@ -55,8 +55,7 @@ def score_gradient(program: Program) -> ScoreGradient:
 
     Returns:
         d_score, and one entry per distinct read of a captured float tensor; who needs which is decided at the call.
-        A tensor read at several
-        places has several entries, whose contributions add.
+        A tensor read at several places has several entries, whose contributions add.
     """
     order = topological([program.body])
     needed = _needed(order)
