@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text
-from flexattn.codegen.spec import KernelSpec, TensorLayout, padded
+from flexattn.codegen.spec import KernelSpec, TensorLayout
+from flexattn.codegen.tile_config import padded, tile_dims
 
 _SKELETONS = {
     "forward": ("forward", "attention_forward"),
@@ -197,9 +198,10 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
                 "IS_D_OUT_UNIT": d_out.is_unit}  # fmt: skip
+    qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     values: dict[str, Any] = {
-        "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": padded(spec.qk_dim),
-        "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
+        "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
+        "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
         "FOLD_SCALE": spec.fold_scale, "HAS_TABLE": spec.facts.has_table, "IS_Q_UNIT": q.is_unit, "IS_K_UNIT": k.is_unit,
         "IS_V_UNIT": v.is_unit, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
     }  # fmt: skip

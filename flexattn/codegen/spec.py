@@ -138,8 +138,3 @@ def wide_number(value: Any) -> bool:
 def any_wide(sizes: Sequence[int]) -> bool:
     """Whether index sums over these lengths could pass 32 bits."""
     return max(sizes, default=0) >= SMALL_INDEX
-
-
-def padded(dim: int) -> int:
-    """Head dimension as a tile holds it: the next power of two, at least 16."""
-    return max(16, 1 << (dim - 1).bit_length())

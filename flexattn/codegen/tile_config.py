@@ -53,19 +53,19 @@ class TileProblem:
 _WGMMA = {
     "forward": (
         (64, ((128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 2))),
-        (128, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
+        (128, ((64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
         (256, ((128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1))),
         (512, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     ),
     "dq": (
         (64, ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
-        (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1))),
+        (128, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
         (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
         (512, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
     ),
     "dkdv": (
         (64, ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2))),
-        (128, ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1))),
+        (128, ((32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 1))),
         (256, ((32, 64, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))),
         (512, ((32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
     ),
@@ -120,6 +120,24 @@ _GATHERING = {  # captured reads along both axes keep an address an element in r
 _INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 
 
+def padded(dim: int) -> int:
+    """Head dimension as a tile holds it: the next power of two, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def tile_dims(qk_dim: int, v_dim: int, target: Target) -> tuple[int, int]:
+    """(QK_PAD, V_PAD): both head dimensions as tiles hold them.
+
+    On Hopper the narrower one is padded up to the other's shared-memory swizzle (64 elements is the widest). A loop that
+    is not pipelined lets a key tile and a value tile take turns in one buffer, and ptxas 12.8 then mixes up the upper
+    halves of their matrix descriptors when the swizzles differ: wrong values and reads outside shared memory.
+    """
+    qk_pad, v_pad = padded(qk_dim), padded(v_dim)
+    if target.family == "wgmma":
+        return max(qk_pad, min(v_pad, 64)), max(v_pad, min(qk_pad, 64))
+    return qk_pad, v_pad
+
+
 def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
     """Shared memory the compiled kernel takes at most.
 
@@ -145,7 +163,7 @@ def is_legal(config: TileConfig, problem: TileProblem) -> bool:
 
 
 def candidates(
-    kernel: str, target: Target, *, element_bytes: int, qk_pad: int, v_pad: int, q_len: int,
+    kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
     programs: Sequence[Program | None] = (), options: Any = None,
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """Configurations of a kernel, best first.
@@ -154,7 +172,7 @@ def candidates(
         kernel: 'forward', 'dq' or 'dkdv'.
         target: Where it will run.
         element_bytes: Of q, k and v.
-        qk_pad, v_pad: Padded head dims.
+        qk_dim, v_dim: Head dimensions.
         q_len: Only its size class matters.
         programs: Score and mask program; captured reads inside the loop cost shared memory.
         options: A TileOptions of the caller, honoured or refused, never ignored.
@@ -166,7 +184,7 @@ def candidates(
         OptionError: The caller's tiles do not fit.
     """
     gathers = sum(_gathers(p) for p in programs if p is not None)
-    problem = TileProblem(kernel, target, element_bytes, qk_pad, v_pad, q_len <= SHORT_QUERIES, gathers)
+    problem = TileProblem(kernel, target, element_bytes, *tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES, gathers)
     found = _preferred(problem)
     return found if options is None else _with_options(problem, found, options)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn import codegen
 from flexattn.codegen.emit import KernelSource, emit
-from flexattn.codegen.spec import KernelSpec, padded
+from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig, candidates
 from flexattn.frontend.source import Source
@@ -170,8 +170,8 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, TileCon
             "forward",
             target,
             element_bytes=problem.q.element_size(),
-            qk_pad=padded(problem.q.shape[3]),
-            v_pad=padded(problem.v.shape[3]),
+            qk_dim=problem.q.shape[3],
+            v_dim=problem.v.shape[3],
             q_len=problem.q.shape[2],
             programs=(plan.score, plan.mask),
         )[0]

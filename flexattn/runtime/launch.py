@@ -20,11 +20,10 @@ from flexattn.codegen.spec import (
     any_wide,
     capture_layout,
     fresh_layout,
-    padded,
     tensor_layout,
     wide_number,
 )
-from flexattn.codegen.tile_config import TileConfig, candidates, delta_config
+from flexattn.codegen.tile_config import TileConfig, candidates, delta_config, padded
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds
@@ -163,8 +162,8 @@ def _legal(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
     programs = (plan.score, plan.mask)
     options = problem.options.forward if kernel == "forward" else _backward_options(problem)
     found = candidates(
-        kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_pad=padded(q.shape[3]),
-        v_pad=padded(problem.v.shape[3]), q_len=q.shape[2], programs=programs, options=options,
+        kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_dim=q.shape[3],
+        v_dim=problem.v.shape[3], q_len=q.shape[2], programs=programs, options=options,
     )  # fmt: skip
     mask = problem.block_mask
     if mask is None:

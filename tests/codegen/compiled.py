@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from flexattn.codegen.emit import emit
-from flexattn.codegen.spec import KernelSpec, MaskFacts, TensorLayout, capture_layout, padded, wide_number
+from flexattn.codegen.spec import KernelSpec, MaskFacts, TensorLayout, capture_layout, wide_number
 from flexattn.codegen.target import target_of
-from flexattn.codegen.tile_config import TileConfig, TileProblem, _gathers, candidates, delta_config
+from flexattn.codegen.tile_config import TileConfig, TileProblem, _gathers, candidates, delta_config, padded, tile_dims
 from flexattn.frontend.trace import Traced, trace
 from flexattn.runtime.compile import build
 
@@ -67,16 +67,16 @@ def preferred(kernel: str, arch: int, dim: int, dtype: str = "bf16", leaf: str =
     """The configurations the runtime would try, best first."""
     if kernel == "delta":
         return (delta_config(padded(dim)),)
-    pad, size = padded(dim), 4 if dtype == "fp32" else 2
+    size = 4 if dtype == "fp32" else 2
     programs = [t.program for t in LEAVES[leaf] if t is not None]
-    return candidates(kernel, target_of(arch), element_bytes=size, qk_pad=pad, v_pad=pad, q_len=4096, programs=programs)
+    return candidates(kernel, target_of(arch), element_bytes=size, qk_dim=dim, v_dim=dim, q_len=4096, programs=programs)
 
 
 def problem_of(spec: KernelSpec) -> TileProblem:
     """What the shared-memory model is asked for this kernel."""
     gathers = sum(_gathers(p) for p in (spec.score, spec.mask) if p is not None)
     size = 4 if spec.layouts[0].dtype == "fp32" else 2
-    return TileProblem(spec.kernel, spec.target, size, padded(spec.qk_dim), padded(spec.v_dim), False, gathers)
+    return TileProblem(spec.kernel, spec.target, size, *tile_dims(spec.qk_dim, spec.v_dim, spec.target), False, gathers)
 
 
 def compile_and_measure(spec: KernelSpec, folder: Path) -> tuple[Any, Resources]:

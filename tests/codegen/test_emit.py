@@ -16,12 +16,11 @@ from flexattn.codegen.spec import (
     KernelSpec,
     TensorLayout,
     capture_layout,
-    padded,
     tensor_layout,
     wide_number,
 )
 from flexattn.codegen.target import INTERPRETER, target_of
-from flexattn.codegen.tile_config import TileConfig, candidates
+from flexattn.codegen.tile_config import TileConfig, candidates, padded, tile_dims
 from flexattn.errors import DTypeError, OptionError, UnsupportedError
 from flexattn.frontend.trace import trace
 from flexattn.runtime.options import parse_options
@@ -168,11 +167,18 @@ def test_layout_facts() -> None:
     assert [padded(d) for d in (1, 16, 17, 64, 65, 512)] == [16, 16, 32, 64, 128, 512]
 
 
+def test_hopper_tiles_of_keys_and_values_have_one_swizzle():
+    """A narrow value tile that shares a buffer with a wider key tile is miscompiled there (ptxas 12.8)."""
+    for qk_dim, v_dim, expected in ((17, 4, (32, 32)), (64, 8, (64, 64)), (8, 256, (64, 256)), (256, 16, (256, 64)), (128, 64, (128, 64))):
+        assert tile_dims(qk_dim, v_dim, target_of(90)) == expected
+        assert tile_dims(qk_dim, v_dim, target_of(80)) == (padded(qk_dim), padded(v_dim))
+
+
 def test_a_caller_s_tiles_are_honoured_or_refused() -> None:
     def tiles(kernel: str, **options: Any) -> tuple[TileConfig, ...]:
         parsed = parse_options(options)
         side = parsed.forward if kernel == "forward" else parsed.backward
-        return candidates(kernel, target_of(89), element_bytes=2, qk_pad=64, v_pad=64, q_len=500, options=side)
+        return candidates(kernel, target_of(89), element_bytes=2, qk_dim=64, v_dim=64, q_len=500, options=side)
 
     assert tiles("forward", BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2) == (TileConfig(64, 32, 4, 2),)
     assert tiles("dkdv", BLOCK_M1=32, BLOCK_N1=64)[0].BLOCK_N == 64

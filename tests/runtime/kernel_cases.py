@@ -6,7 +6,8 @@ Each case is made from sizes and two plain functions; right is what `reference.o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from flexattn import AuxRequest, flex_attention
 from flexattn.runtime.reference import oracle
+from tests.helpers import dense, weights_for
 
 Mod = Callable[..., Any]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -204,44 +207,26 @@ def check(case: Case, device: torch.device, dtype: torch.dtype = torch.float32, 
     assert out.dtype == dtype and lse.dtype == torch.float32
     score = getattr(score, "oracle", score)
     right, right_lse = oracle(*qkv, mask, score, scale=case.scale)
-    weights = torch.randn_like(right), torch.randn_like(right_lse)
+    weights = weights_for(qkv[0], qkv[2])
     got = [out, lse, *gradients(out, lse, inputs, weights)]
     wanted = [right, right_lse, *gradients(right, right_lse, inputs, weights)]
-    rounded = _dense(case, qkv, (score, mask), inputs, weights)
+    fair = dense(qkv, mask, score, captures=leaves, scale=case.scale)
+    rounded = zip(*([x.out, x.lse, *x.grads] for x in fair))
     names = ["out", "lse", "dq", "dk", "dv", *(f"capture {i}" for i in range(len(leaves)))]
     for name, a, b, c in zip(names, got, wanted, rounded):
         assert_close(name, a, b, c)
 
 
-def assert_close(name: str, actual: Tensor, wanted: Tensor, rounded: Tensor) -> None:
-    """Infinite where wanted; elsewhere within twice the dense formula's own error, plus 2e-5 (1e-3 in half types)."""
+def assert_close(name: str, actual: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> None:
+    """Infinite where wanted; elsewhere within twice the larger error of the dense formulas, plus 2e-5 (1e-3 in half types)."""
     infinite = torch.isinf(wanted)
     assert torch.equal(torch.isinf(actual), infinite), f"{name}: infinities differ"
     zero = torch.zeros((), dtype=torch.float64, device=wanted.device)
-    a, b, c = (torch.where(infinite, zero, x.double()) for x in (actual, wanted, rounded))
+    a, b, *fair = (torch.where(infinite, zero, x.double()) for x in (actual, wanted, *rounded))
     error = (a - b).abs()
     size = max(1.0, b.abs().max().item() if b.numel() else 1.0)
     floor = 2e-5 if actual.dtype.itemsize == 4 else 8e-3 if name.startswith("capture") else 1e-3  # sums of a half type round once
-    limit = 2 * (c - b).abs().max().item() + floor * size
+    allowance = 4 if actual.dtype == torch.bfloat16 and INTERPRETING else 2  # the interpreter cuts bf16 off instead of rounding
+    limit = allowance * max((c - b).abs().max().item() for c in fair) + floor * size
     assert not torch.isnan(error).any(), f"{name}: NaN"
     assert error.max().item() <= limit, f"{name}: error {error.max().item():.2e} above {limit:.2e}"
-
-
-def _dense(case: Case, qkv: list[Tensor], mods: tuple[Mod | None, Mod | None], inputs: list[Tensor], weights: Any) -> list[Tensor]:
-    """The formula in the inputs' own data type with a float32 softmax: what rounding alone costs."""
-    score, mask = mods
-    q, k, v = qkv
-    group = case.q_heads // case.kv_heads
-    k, v = (x.expand(case.batch, *x.shape[1:]).repeat_interleave(group, 1) for x in (k, v))
-    x = (q @ k.transpose(-1, -2)).float() * (case.qk_dim**-0.5 if case.scale is None else case.scale)
-    b, h, i, j = (torch.arange(n, device=q.device).view([-1 if d == a else 1 for d in range(4)]) for a, n in enumerate(x.shape))
-    if score is not None:
-        x = torch.as_tensor(score(x, b, h, i, j), device=q.device).float().expand(x.shape)
-    keep = torch.ones((), dtype=torch.bool, device=q.device) if mask is None else mask(b, h, i, j)
-    keep = keep.expand(x.shape) & (x > -math.inf)
-    some = keep.any(-1, keepdim=True)
-    x = torch.where(keep, x, -math.inf)
-    p = torch.where(some, torch.softmax(torch.where(some, x, 0.0), -1), 0.0)
-    lse = torch.where(some.squeeze(-1), torch.logsumexp(torch.where(some, x, 0.0), -1), -math.inf)
-    out = p.to(q.dtype) @ v
-    return [out, lse, *gradients(out, lse, inputs, weights)]
