@@ -169,7 +169,8 @@ def test_layout_facts() -> None:
 
 def test_hopper_tiles_of_keys_and_values_have_one_swizzle():
     """A narrow value tile that shares a buffer with a wider key tile is miscompiled there (ptxas 12.8)."""
-    for qk_dim, v_dim, expected in ((17, 4, (32, 32)), (64, 8, (64, 64)), (8, 256, (64, 256)), (256, 16, (256, 64)), (128, 64, (128, 64))):
+    expected_pads = {(17, 4): (32, 32), (64, 8): (64, 64), (8, 256): (64, 256), (256, 16): (256, 64), (128, 64): (128, 64)}
+    for (qk_dim, v_dim), expected in expected_pads.items():
         assert tile_dims(qk_dim, v_dim, target_of(90)) == expected
         assert tile_dims(qk_dim, v_dim, target_of(80)) == (padded(qk_dim), padded(v_dim))
 
