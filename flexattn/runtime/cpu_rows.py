@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TILE = 1 << 20  # scores computed at once: they should stay in the processor's caches
 Q_TILE, KV_TILE = 128, 128
+PLAIN_Q_TILE = 1024  # without a mask and a score_mod nothing is saved by short rows
 ONE_TILE = 1 << 16  # below this q_len * kv_len evaluating the mask everywhere costs less than a tile map
 SHORTEST = 512  # keys of one matrix product, at least, where a row has more
 JOIN_BELOW = 256  # runs of keys shorter than this (on average) are gathered into one product
@@ -185,7 +186,7 @@ def choose_tiles(problem: Problem) -> tuple[TileMap | None, int]:
     q_len, kv_len = problem.q.shape[2], problem.k.shape[2]
     block_mask = problem.block_mask
     if block_mask is None:
-        return None, min(q_len, Q_TILE)
+        return None, min(q_len, Q_TILE if problem.score is not None else PLAIN_Q_TILE)
     if not any_tile(block_mask):
         q_tile, kv_tile = (_divisor(size, wanted) for size, wanted in zip(block_mask.BLOCK_SIZE, (Q_TILE, Q_TILE)))
         return block_mask.tile_map(q_tile, kv_tile), q_tile
