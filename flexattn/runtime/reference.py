@@ -88,13 +88,17 @@ def _per_query_head(q: Tensor, x: Tensor, name: str) -> Tensor:
     return x.expand(batch, *x.shape[1:]).repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def call_mod(mod: Callable[..., Any], shape: Sequence[int], device: torch.device, score: Tensor | None = None) -> Tensor:
+def call_mod(
+    mod: Callable[..., Any], shape: Sequence[int], device: torch.device, score: Tensor | None = None
+) -> Tensor:
     """A mask_mod's (score None) or score_mod's value at every position of `shape` = (batch, q_heads, q_len, kv_len).
 
     A mod is defined on scalars. It is called once on tensors that broadcast, which is the same thing for elementwise functions;
     where that fails, or a few positions differ from calls on scalars (`rows[q_idx].sum()`), it is mapped over every position.
     """
-    axes = [torch.arange(n, device=device).view([-1 if d == axis else 1 for d in range(4)]) for axis, n in enumerate(shape)]
+    axes = [
+        torch.arange(n, device=device).view([-1 if d == axis else 1 for d in range(4)]) for axis, n in enumerate(shape)
+    ]
     try:
         value = torch.as_tensor(mod(*_arguments(score), *axes), device=device).expand(*shape)
     except (RuntimeError, ValueError, TypeError):
@@ -115,7 +119,9 @@ def _agrees_on_scalars(mod: Callable[..., Any], value: Tensor, device: torch.dev
             at = tuple(n * (size - 1) // (_SAMPLES - 1) for size in value.shape)
             indices = torch.tensor(at, device=device).unbind()
             one = torch.as_tensor(mod(*(() if score is None else (score[at],)), *indices), device=device)
-            if one.numel() != 1 or not torch.allclose(one.reshape(()).double(), value[at].double(), 1e-4, 1e-4, equal_nan=True):
+            if one.numel() != 1 or not torch.allclose(
+                one.reshape(()).double(), value[at].double(), 1e-4, 1e-4, equal_nan=True
+            ):
                 return False
     return True
 
