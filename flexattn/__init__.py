@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexattn import errors, mods
-from flexattn.frontend.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
+from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.create import create_block_mask, create_mask
+from flexattn.frontend.mask_functions import and_masks, noop_mask, or_masks
 from flexattn.runtime.attention import AuxOutput, AuxRequest, flex_attention
 from flexattn.runtime.settings import FlexPerformanceWarning
 from flexattn.runtime.stats import reset_stats, stats

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flexattn.frontend.expr import Expr, const, fold, load, make, num, rebuild, var
-from flexattn.frontend.picks import Pick, RowPick
+from flexattn.frontend.expr import DEP_B, DEP_H, Expr, const, fold, load, make, num, rebuild, var
 from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
 from flexattn.frontend.simplify import simplify
+from flexattn.frontend.slices import Pick, RowPick, Slice
 from flexattn.frontend.source import Source
 
 
@@ -101,10 +101,15 @@ def opposite(a: Traced | None) -> Traced:
     return parts.traced(make("not", parts.body(a)), f"~{a.program.name}")
 
 
-def moved(traced: Traced | None, *, b: Pick, h: Pick, q: RowPick) -> Traced | None:
+def moved(traced: Traced | None, part: Slice) -> Traced | None:
     """The mask of the picked batches, heads and rows: its indices count from 0 again."""
-    parts = _Composer()
-    swap = {var("b"): _picked(parts, b, var("b")), var("h"): _picked(parts, h, var("h"))}
+    parts, q = _Composer(), part.q
+    deps = traced.program.body.deps if traced is not None else 0
+    swap = {}
+    if deps & DEP_B:
+        swap[var("b")] = _picked(parts, part.b, var("b"))
+    if deps & DEP_H:
+        swap[var("h")] = _picked(parts, part.h, var("h"))
     swap[var("q_idx")] = row = _picked_row(parts, q)
     body = parts.body(traced, swap) if traced is not None else const(True, torch.bool)
     if q.limit is not None:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import MaskFunctionError
-from flexattn.frontend.picks import Pick, RowPick
+from flexattn.frontend.slices import Pick, RowPick, Slice
 
 MaskMod = Callable[..., Any]
 
 
-def shifted_function(mask_mod: MaskMod, b: Pick, h: Pick, q: RowPick) -> MaskMod:
+def sliced_function(mask_mod: MaskMod, part: Slice) -> MaskMod:
     """`mask_mod` seen from a slice: position 0 is the slice's first batch, head and row."""
-    return functools.partial(_sliced_mask, mask_mod, b, h, q)
+    return functools.partial(_sliced_mask, mask_mod, part.b, part.h, part.q)
 
 
 def _sliced_mask(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexattn.errors import CallError, MaskTypeError, OptionError
 from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.create import create_block_mask
 from flexattn.frontend.eager import eager_only
 from flexattn.frontend.program import Traced
 from flexattn.frontend.trace import mod_kind, trace
@@ -240,7 +241,7 @@ def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> 
     if query.numel() == 0 or key.numel() == 0:
         return None
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    make = lambda: BlockMask.from_mask_mod(mask_mod, *sizes, query.device)
+    make = lambda: create_block_mask(mask_mod, *sizes, query.device)
     if traced.binding.captures or _capturing(query.device):
         return make()
     key_of_mask = (traced.program, _exactly(traced.binding.numbers), sizes, query.device, _stream(query.device))

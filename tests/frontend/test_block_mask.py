@@ -24,15 +24,9 @@ from flexattn.errors import (
     StaleMaskError,
     TraceError,
 )
-from flexattn.frontend.block_mask import (
-    BlockMask,
-    and_masks,
-    create_block_mask,
-    create_mask,
-    noop_mask,
-    not_mask,
-    or_masks,
-)
+from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.create import create_block_mask, create_mask
+from flexattn.frontend.mask_functions import and_masks, noop_mask, not_mask, or_masks
 from flexattn.frontend.trace import trace
 from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families
 
@@ -267,6 +261,40 @@ def test_lists_without_batch_and_heads() -> None:
     assert mask.q_num_blocks.tolist() == [2, 1]
 
 
+def test_lists_without_batch_cannot_be_sliced() -> None:
+    """torch raises a ValueError too: an index names batch, head and row."""
+    counts, indices = lists_of(torch.tensor([[[[1, 0], [1, 1]]]]) == 1)
+    for leading in (0, (0, 0)):
+        for make in (BlockMask.from_kv_blocks, torch_flex.BlockMask.from_kv_blocks):
+            mask = make(counts[leading], indices[leading], BLOCK_SIZE=16)
+            for index in (0, slice(0, 1), (slice(None), slice(None), slice(0, 1))):
+                with pytest.raises(ValueError):
+                    mask[index]
+
+
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_lists_with_heads_and_no_batch(tokens: int) -> None:
+    """Also where they run as a predicate: no tile divides 40."""
+    state = torch.tensor([[[[1, 0], [1, 1]], [[0, 1], [1, 0]]]])
+    mask = BlockMask.from_kv_blocks(*(x[0] for x in lists_of(state == 1)), BLOCK_SIZE=tokens)
+    assert mask.shape == (2, 2 * tokens, 2 * tokens)
+    assert torch.equal(mask.tile_map(tokens, tokens).dense(), (2 * state).to(torch.int8))
+    assert mask.q_num_blocks.tolist() == [[2, 1], [1, 1]]
+
+
+def test_torchs_sign_of_no_mask() -> None:
+    """One kept block of 2**30 tokens and lengths of 1."""
+    x = torch.zeros(1, 1, 300, 8)
+    assert BlockMask.from_torch(torch_flex._create_empty_block_mask(x, x)).says_no_mask
+    one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    make = functools.partial(BlockMask.from_kv_blocks, BLOCK_SIZE=1 << 30, seq_lengths=(1, 1))
+    assert make(one, zero).says_no_mask
+    assert not make(one - 1, zero).says_no_mask
+    assert not make(one, zero, mask_mod=causal).says_no_mask
+    assert not make(one, zero, seq_lengths=(1, 2)).says_no_mask
+    assert not create_block_mask(noop_mask, None, None, 1, 1, "cpu").says_no_mask
+
+
 def test_lists_that_do_not_fit_are_refused() -> None:
     counts, indices = lists_of(torch.ones(1, 1, 2, 2, dtype=torch.bool))
     with pytest.raises(RuntimeError, match="must have at least 2 dimensions"):
@@ -306,6 +334,17 @@ def test_assigning_a_list() -> None:
     assert mask.is_list
     assert mask.to_dense().tolist() == [[[[1, 0], [0, 1]]]]
     assert int(kept_by(mask).sum()) == 2 * 128 * 129 // 2
+
+
+def test_assigning_a_block_size_keeps_the_lists() -> None:
+    """As in torch: the blocks that the lists name mean other tokens."""
+    for make in (create_block_mask, torch_flex.create_block_mask):
+        mask = make(causal, 1, 1, 64, 64, "cpu", BLOCK_SIZE=16)
+        mask.BLOCK_SIZE = (32, 32)
+        mask.seq_lengths = (128, 128)
+        mask = mask if isinstance(mask, BlockMask) else BlockMask.from_torch(mask)
+        assert mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
+        assert torch.equal(kept_by(mask), brute(causal, 1, 1, 128, 128))
 
 
 # -------------------------------------------------------------------------------------------------------- snapshots
@@ -741,7 +780,7 @@ def test_compiled_makers(how: str) -> None:
             assert torch.equal(kept_by(mask), brute(rule, 1, 1, 96, 96))
 
 
-@pytest.mark.parametrize("name", ["block_mask", "mask_functions", "symbolic", "display"])
+@pytest.mark.parametrize("name", ["block_mask", "create", "mask_functions", "symbolic", "display"])
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(f"flexattn.frontend.{name}")
     found = doctest.testmod(module, extraglobs={"trace": trace, "create_block_mask": create_block_mask, "torch": torch})

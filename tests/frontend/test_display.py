@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexattn.frontend.block_mask import BlockMask, create_block_mask
+from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.create import create_block_mask
 from flexattn.frontend.display import EMPTY, FULL, PARTIAL, html, picture, save_png, svg, text
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ import torch
 
 import flexattn.mods as mods
 from flexattn.errors import OptionError, ShapeError
-from flexattn.frontend.block_mask import create_block_mask, create_mask
+from flexattn.frontend.create import create_block_mask, create_mask
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.trace import mod_kind, trace
 

@@ -1,7 +1,7 @@
 """Which batches, heads and rows of blocks a slice of a mask takes.
 
-Reads what stands between the brackets of `mask[...]`; makes positions and the way back from a position in the slice to one in
-the mask. The one idea: a run of positions is an offset, anything else is a table.
+Reads what stands between the brackets of `mask[...]`; makes a `Slice`: positions, and the way back from a position in the
+slice to one in the mask. The one idea: a run of positions is an offset, anything else is a table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,35 @@ class RowPick(NamedTuple):
         return self.pick.table[index // self.block] * self.block + index % self.block
 
 
-def positions(index: Any, size: int) -> Sequence[int]:
+class Slice(NamedTuple):
+    """What `mask[...]` takes: the positions along batch, heads and rows of blocks, and the way back along each."""
+
+    at: tuple[Sequence[int], ...]
+    b: Pick
+    h: Pick
+    q: RowPick
+    q_len: int
+
+    def cut(self, blocks: Tensor | None) -> Tensor | None:
+        """The same part of one of torch's lists."""
+        for dim, wanted in enumerate(self.at):
+            if blocks is not None:
+                blocks = blocks.index_select(dim, torch.tensor(list(wanted), device=blocks.device).long())
+        return blocks
+
+
+def read_slice(
+    index: Sequence[Any], axes: tuple[int, ...], *, block: int, q_len: int, device: torch.device | str
+) -> Slice:
+    """What `mask[index]` takes of axes (batch, heads, rows of blocks), for rows of `block` queries, `q_len` of them in all."""
+    wanted = (*index, *(slice(None),) * 3)[:3]
+    at = tuple(_positions(i, n) for i, n in zip(wanted, axes, strict=True))
+    length, limit = _picked_length(at[2], block, q_len)
+    b, h, rows = (_pick(x, device) for x in at)
+    return Slice(at, b, h, RowPick(rows, block, limit), length)
+
+
+def _positions(index: Any, size: int) -> Sequence[int]:
     """The positions that an index takes of an axis of `size`."""
     if isinstance(index, slice):
         return range(*index.indices(size))
@@ -57,13 +85,13 @@ def positions(index: Any, size: int) -> Sequence[int]:
     return run if wanted == list(run) else wanted
 
 
-def pick(positions: Sequence[int], device: torch.device) -> Pick:
+def _pick(positions: Sequence[int], device: torch.device | str) -> Pick:
     if isinstance(positions, range) and (positions.step == 1 or len(positions) < 2):
         return Pick(positions[0] if len(positions) else 0)
     return Pick(0, torch.tensor(list(positions), dtype=torch.int64, device=device))
 
 
-def picked_length(rows: Sequence[int], block: int, q_len: int) -> tuple[int, int | None]:
+def _picked_length(rows: Sequence[int], block: int, q_len: int) -> tuple[int, int | None]:
     """(tokens in the picked rows of blocks, limit on original positions if a ragged block is not the last one)."""
     short = -q_len % block
     ragged = q_len // block if short else -1

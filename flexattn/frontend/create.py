@@ -1,0 +1,123 @@
+"""create_block_mask and create_mask: the mask of a function, as a BlockMask or as a dense tensor.
+
+Reads a mask function and sizes. The one idea: creating a mask traces its function once and looks at no pair.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import DeviceError, MaskTypeError, OptionError
+from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.eager import eager_only
+from flexattn.frontend.mask_functions import MaskMod
+from flexattn.frontend.predicate_mask import PredicateMask, dense, indexed, trace_mask
+from flexattn.frontend.program import Traced
+from flexattn.frontend.source import function_name
+from flexattn.frontend.torch_lists import DEFAULT_BLOCK_SIZE, ListStyle, block_pair
+from flexattn.frontend.trace import mod_kind, trace
+
+
+@eager_only
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] | None = DEFAULT_BLOCK_SIZE,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The block mask of a mask function. Takes microseconds: blocks are decided when a kernel or a reader asks for them.
+
+    Args:
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx)`, True where a pair is kept; pointwise torch operations on scalars.
+        B, H: batch size and query heads, or None where the mask is the same for all.
+        Q_LEN, KV_LEN: lengths in tokens.
+        device: by default that of the captured tensors, else the current accelerator, else the CPU.
+        BLOCK_SIZE: tokens of a block of the list attributes, one number or (q, kv).
+        _compile: accepted for torch's sake; there is nothing to compile.
+        separate_full_blocks: False lists full blocks among the partial ones.
+        compute_dq_write_order: Also offer dq_write_order and dq_write_order_full.
+        dq_kv_order: True ranks kv blocks from the last to the first in those.
+
+    Returns:
+        A predicate mask.
+
+    Raises:
+        MaskTypeError: mask_mod is no mask function, or returns no truth value.
+        TraceError: mask_mod does something that cannot be traced.
+        DeviceError: a captured tensor is on another device.
+
+    Example:
+        >>> create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 4, None, 300, 300, device="cpu").shape
+        (4, 1, 300, 300)
+    """
+    if mod_kind(mask_mod) != "mask":
+        raise MaskTypeError(
+            "create_block_mask requires a mask_mod function (b, h, q_idx, kv_idx)", given=function_name(mask_mod)
+        )
+    if not isinstance(dq_kv_order, bool):
+        raise OptionError("dq_kv_order must be a bool when using create_block_mask", given=type(dq_kv_order).__name__)
+    traced = trace_mask(mask_mod)
+    mask = PredicateMask(
+        traced,
+        mask_mod,
+        sizes=(1 if B is None else B, 1 if H is None else H),
+        lengths=(Q_LEN, KV_LEN),
+        block=block_pair(BLOCK_SIZE),
+        device=_device_for(traced, device),
+    )
+    style = ListStyle(separate_full=separate_full_blocks, orders_writes=compute_dq_write_order)
+    return BlockMask._of(mask, style, dq_kv_order if compute_dq_write_order else None)
+
+
+@eager_only
+def create_mask(
+    mod_fn: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: torch.device | str | None = None
+) -> Tensor:
+    """Every pair of a mask function, as a dense tensor; of a score function, the pairs that it does not send to -inf.
+
+    Args:
+        mod_fn: `mask_mod(b, h, q_idx, kv_idx)` or `score_mod(score, b, h, q_idx, kv_idx)`.
+        B, H: batch size and query heads, None for 1.
+        Q_LEN, KV_LEN: lengths in tokens.
+        device: as in `create_block_mask`.
+
+    Returns:
+        bool [B, H, Q_LEN, KV_LEN].
+
+    Example:
+        >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3, "cpu").int().tolist()
+        [[[[1, 0, 0], [1, 1, 0]]]]
+    """
+    is_score = mod_kind(mod_fn) == "score"
+    traced = trace(mod_fn, "score") if is_score else trace_mask(mod_fn)
+    sizes = (1 if B is None else B, 1 if H is None else H)
+    return dense(traced, sizes, (Q_LEN, KV_LEN), _device_for(traced, device), score=is_score)
+
+
+def _device_for(traced: Traced | None, device: torch.device | str | None) -> torch.device:
+    """The given device, else that of the captured tensors, else the accelerator, else the CPU."""
+    captures = traced.binding.captures if traced is not None else ()
+    tables = [t for t in captures if t.dim()]
+    if device is None and tables:
+        device = tables[0].device
+    if device is None:
+        device = next((t.device for t in captures if t.device.type != "cpu"), None)
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    device = indexed(torch.device(device))
+    for t in tables:
+        if t.device != device:
+            raise DeviceError(
+                "a tensor captured by mask_mod must be on the mask's device",
+                given=f"{t.device} and {device}",
+                hint=f"tensor.to({str(device)!r})",
+            )
+    return device

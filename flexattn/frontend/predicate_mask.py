@@ -1,0 +1,253 @@
+"""A mask as its function: traced once, a snapshot of what it captured, cut into tiles of any size.
+
+Reads a traced mask, sizes and lengths; makes tile maps and further masks. The one idea: torch counts the writes to every
+tensor, so a mask can tell that it is out of date without looking at any value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import CaptureIndexError, DeviceError, OptionError, ShapeError, StaleMaskError
+from flexattn.frontend import algebra
+from flexattn.frontend.evaluate import evaluate
+from flexattn.frontend.expr import DEP_B, DEP_H
+from flexattn.frontend.mask_functions import (
+    MaskMod,
+    and_masks,
+    noop_mask,
+    not_mask,
+    or_masks,
+    sliced_function,
+    with_tensors,
+)
+from flexattn.frontend.program import Binding, Program, Traced
+from flexattn.frontend.slices import Slice
+from flexattn.frontend.tile_map import TileMap, build_tile_map
+from flexattn.frontend.trace import trace
+
+
+class PredicateMask:
+    """The pairs that a traced function keeps. Immutable; raises StaleMaskError once a captured tensor was written to.
+
+    Args:
+        traced: the function, or None where every pair is kept.
+        function: what `traced` is the trace of.
+        sizes: (batch, heads), 1 where the mask is the same for all.
+        lengths: (q_len, kv_len).
+        block: tokens of a block of torch's lists, (q, kv); tiles may be of any size.
+        device: where tile maps are made.
+    """
+
+    def __init__(
+        self,
+        traced: Traced | None,
+        function: MaskMod,
+        *,
+        sizes: tuple[int, int],
+        lengths: tuple[int, int],
+        block: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        if min(*sizes, *lengths) < 0 or min(block) < 1:
+            raise OptionError(
+                "sizes must not be negative and BLOCK_SIZE must be positive", given=(sizes, lengths, block)
+            )
+        self.traced = None if algebra.keeps_all(traced) else traced
+        self.function, self.device = function, device
+        self.sizes, self.lengths, self.block = sizes, lengths, block
+        self._versions = versions(self.traced)
+        self._maps: dict[tuple[int, int], TileMap] = {}
+
+    @property
+    def reusable(self) -> bool:
+        """False if a captured tensor was made in inference mode: it counts no writes, so nothing of it may be kept."""
+        return None not in self._versions
+
+    def check_current(self) -> None:
+        """Raises StaleMaskError if a captured tensor has been written to."""
+        for slot, (was, now) in enumerate(zip(self._versions, versions(self.traced), strict=True)):
+            if was != now:
+                assert self.traced is not None
+                shape = tuple(self.traced.binding.captures[slot].shape)
+                raise StaleMaskError(
+                    f"a tensor captured by mask_mod {self.traced.program.name} has changed since the BlockMask was created",
+                    given=f"captured tensor {slot} of shape {shape}, version {was} then, {now} now",
+                    hint="create_block_mask again, or pass mask_mod= to flex_attention, which rebuilds the mask",
+                )
+
+    def legal_tile(self, q_tile: int, kv_tile: int) -> bool:
+        """Whether `tile_map` can cut the mask into such tiles: always."""
+        return True
+
+    def tile_map(self, q_tile: int, kv_tile: int) -> TileMap:
+        """The tiles to visit; cached."""
+        self.check_current()
+        found = self._maps.get((q_tile, kv_tile)) or self._build(q_tile, kv_tile)
+        if self.reusable:
+            self._maps[q_tile, kv_tile] = found
+        return found
+
+    def _build(self, q_tile: int, kv_tile: int) -> TileMap:
+        (batch, heads), (q_len, kv_len) = self.sizes, self.lengths
+        sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
+        return build_tile_map(self.traced, **sizes, q_block=q_tile, kv_block=kv_tile, device=self.device)
+
+    def block_map(self) -> TileMap:
+        """The tiles that torch's lists name."""
+        return self.tile_map(*self.block)
+
+    def kept(self) -> Tensor:
+        """Every pair: bool [batch, heads, q_len, kv_len]."""
+        return dense(self.traced, self.sizes, self.lengths, self.device)
+
+    # ---------------------------------------------------------------------------------------------- others made of it
+    def as_predicate(self) -> PredicateMask:
+        """Itself."""
+        return self
+
+    def changed(self, **changes: Any) -> PredicateMask:
+        """The mask with other arguments."""
+        self.check_current()
+        names = ("traced", "function", "sizes", "lengths", "block", "device")
+        return PredicateMask(**{n: getattr(self, n) for n in names} | changes)
+
+    def differs(self, batch: int, heads: int) -> bool:
+        """Whether the mask for these sizes must be decided anew: the function reads an index whose size grows."""
+        deps = self.traced.program.body.deps if self.traced is not None else 0
+        return bool((deps & DEP_B and batch != self.sizes[0]) or (deps & DEP_H and heads != self.sizes[1]))
+
+    def cropped(self, q_len: int, kv_len: int) -> PredicateMask:
+        """The upper left corner."""
+        return self.changed(lengths=(q_len, kv_len))
+
+    def sliced(self, part: Slice) -> PredicateMask:
+        """The picked batches, heads and rows, counted from 0."""
+        batches, heads, _ = part.at
+        return self.changed(
+            traced=algebra.moved(self.traced, part),
+            function=sliced_function(self.function, part),
+            sizes=(len(batches), len(heads)),
+            lengths=(part.q_len, self.lengths[1]),
+        )
+
+    def to(self, device: torch.device | str) -> PredicateMask:
+        """The mask, and the tensors that its function captures, on another device."""
+        move = lambda t: t.to(device)
+        function = with_tensors(self.function, move)
+        return self.changed(traced=_rebound(self.traced, move), function=function, device=indexed(torch.device(device)))
+
+    # ------------------------------------------------------------------------------------------------------- algebra
+    def __and__(self, other: PredicateMask) -> PredicateMask:
+        return self._with(other, algebra.both(self.traced, other.traced), and_masks(self.function, other.function))
+
+    def __or__(self, other: PredicateMask) -> PredicateMask:
+        return self._with(other, algebra.either(self.traced, other.traced), or_masks(self.function, other.function))
+
+    def __invert__(self) -> PredicateMask:
+        return self.changed(traced=algebra.opposite(self.traced), function=not_mask(self.function))
+
+    def _with(self, other: PredicateMask, traced: Traced | None, function: MaskMod) -> PredicateMask:
+        """A mask of this one and another, which must be as long; a size of 1 broadcasts."""
+        pairs = list(zip(self.sizes, other.sizes, strict=True))
+        if self.lengths != other.lengths or any(1 not in p and p[0] != p[1] for p in pairs):
+            shapes = (self.sizes + self.lengths, other.sizes + other.lengths)
+            raise ShapeError("masks of different sizes cannot be combined", given=shapes)
+        if self.device != other.device:
+            given = (self.device, other.device)
+            raise DeviceError("masks on different devices cannot be combined", given=given, hint="mask.to(device)")
+        other.check_current()
+        batch, heads = (b if a == 1 else a for a, b in pairs)
+        return self.changed(traced=traced, function=function, sizes=(batch, heads))
+
+    # ------------------------------------------------------------------------------------------------- moving around
+    def __getstate__(self) -> dict[str, Any]:
+        """Without tile maps, and with the program in pieces: identity and hashes of expressions belong to a process."""
+        self.check_current()
+        return self.__dict__ | {"traced": _packed(self.traced), "_maps": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.traced = _unpacked(state["traced"])
+        self._versions = versions(self.traced)
+
+
+def version(tensor: Any) -> int | None:
+    """How often a tensor was written to; None where torch does not count (inference mode)."""
+    return None if not isinstance(tensor, Tensor) or tensor.is_inference() else tensor._version
+
+
+def versions(traced: Traced | None) -> tuple[int | None, ...]:
+    """The versions of what a mask captures."""
+    return () if traced is None else tuple(map(version, traced.binding.captures))
+
+
+def trace_mask(mask_mod: MaskMod) -> Traced | None:
+    """A mask function, traced; None if it keeps every pair."""
+    traced = None if _is_noop(mask_mod) else trace(mask_mod, "mask")
+    return None if algebra.keeps_all(traced) else traced
+
+
+def _is_noop(mask_mod: MaskMod) -> bool:
+    """Our noop_mask or torch's, recognised without importing torch's module."""
+    name = (getattr(mask_mod, "__module__", None), getattr(mask_mod, "__name__", None))
+    return mask_mod is noop_mask or name == ("torch.nn.attention.flex_attention", "noop_mask")
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with its index, so that devices compare as their tensors do."""
+    if device.index is None and device.type not in ("cpu", "meta"):
+        return torch.empty(0, device=device).device
+    return device
+
+
+def _rebound(traced: Traced | None, replace: Callable[[Tensor], Tensor]) -> Traced | None:
+    if traced is None:
+        return None
+    return Traced(traced.program, Binding(tuple(map(replace, traced.binding.captures)), traced.binding.numbers))
+
+
+def _packed(traced: Traced | None) -> tuple[Any, ...] | None:
+    if traced is None:
+        return None
+    program, binding = traced
+    return (program.kind, program.body, program.captures, program.numbers, program.name, binding)
+
+
+def _unpacked(state: tuple[Any, ...] | None) -> Traced | None:
+    if state is None:
+        return None
+    kind, body, captures, numbers, name, binding = state
+    return Traced(Program(kind, body, captures, numbers, name=name), binding)
+
+
+def dense(
+    traced: Traced | None,
+    sizes: tuple[int, int],
+    lengths: tuple[int, int],
+    device: torch.device,
+    *,
+    score: bool = False,
+) -> Tensor:
+    """Every pair of a mask, or of a score mod (kept: not -inf): bool [batch, heads, q_len, kv_len]."""
+    shape = (*sizes, *lengths)
+    if traced is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    index = (torch.arange(n, device=device).view([-1 if d == i else 1 for d in range(4)]) for i, n in enumerate(shape))
+    b, h, q_idx, kv_idx = index
+    outside: list[Tensor] = []
+    zero = torch.zeros((), device=device) if score else None
+    kept = evaluate(
+        traced.program, traced.binding, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx, score=zero, out_of_range=outside
+    )
+    kept = ~torch.isneginf(kept) if score else kept
+    if any(bool((bad & kept).any()) for bad in outside):
+        raise CaptureIndexError(
+            f"{traced.program.name} reads a captured tensor out of range at a pair it keeps",
+            hint="longer captured tensors",
+        )
+    return kept.to(device).expand(shape).contiguous()
