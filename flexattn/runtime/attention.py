@@ -214,6 +214,7 @@ def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, k
     block_mask, mask_mod = masks
     if block_mask is not None:
         block_mask = _our_block_mask(block_mask)
+    if block_mask is not None:
         check_mask(block_mask, query, key)
     if mask_mod is None:
         return block_mask and block_mask.expand(query.shape[0], query.shape[1])
@@ -223,12 +224,13 @@ def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, k
     return _mask_from_mod(mask_mod, query, key)
 
 
-def _our_block_mask(block_mask: Any) -> BlockMask:
-    if isinstance(block_mask, BlockMask):
-        return block_mask
+def _our_block_mask(block_mask: Any) -> BlockMask | None:
+    """A BlockMask, ours or torch's, as ours; None for the one by which torch says that there is none."""
     kind = type(block_mask)
     if kind.__name__ == "BlockMask" and kind.__module__.startswith("torch."):
-        return BlockMask.from_torch(block_mask)
+        block_mask = BlockMask.from_torch(block_mask)
+    if isinstance(block_mask, BlockMask):
+        return None if block_mask.says_no_mask else block_mask
     hint = "mask_mod= for a function" if callable(block_mask) else "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
     raise CallError("block_mask must be a BlockMask", given=kind.__name__, hint=hint)
 

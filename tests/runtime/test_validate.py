@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
 
 import flexattn
 import flexattn.runtime.plan
@@ -157,6 +158,19 @@ def test_mask_lengths_must_match(lengths, word):
         flex_attention(*qkv(), block_mask=mask)
     assert word in str(caught.value)
     assert "q_len=16 and kv_len=16" in str(caught.value)
+
+
+def test_torchs_sign_of_no_mask_fits_every_length():
+    """torch hands one block of 2**30 tokens around where no mask was given; a mask_mod given with it still counts."""
+    q, k, v = qkv(q_len=5, kv_len=9)
+    for mask in (
+        torch_flex._create_empty_block_mask(q, k),
+        BlockMask.from_torch(torch_flex._create_empty_block_mask(q, k)),
+    ):
+        assert torch.equal(flex_attention(q, k, v, block_mask=mask), flex_attention(q, k, v))
+        both = flex_attention(q, k, v, block_mask=mask, mask_mod=CAUSAL)
+        assert torch.equal(both, flex_attention(q, k, v, mask_mod=CAUSAL))
+        assert prepare((q, k, v), None, (mask, None))[0].block_mask is None
 
 
 def test_mask_on_another_device():
