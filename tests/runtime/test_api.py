@@ -96,7 +96,7 @@ SCORE_MODS = {
     "batch offset": lambda score, b, h, q_idx, kv_idx: score + b * 0.25 - h / 3,
     "floor": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx) // 7 - (q_idx - kv_idx) % 5,
     "same document": lambda score, b, h, q_idx, kv_idx: torch.where(IDS[q_idx] == IDS[kv_idx], score, score - 2.5),
-    "sigmoid": lambda score, b, h, q_idx, kv_idx: torch.sigmoid(score) * 3 + score.abs().sqrt(),
+    "sigmoid": lambda score, b, h, q_idx, kv_idx: torch.sigmoid(score) * 3 + (score.abs() + 0.5).sqrt(),
     "clamped": lambda score, b, h, q_idx, kv_idx: torch.clamp(score, -0.5, 0.5) + torch.minimum(score, score * 0.5),
     "constant": lambda score, b, h, q_idx, kv_idx: 1.5,
 }

@@ -87,7 +87,7 @@ def _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, 
             kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             modified = _modified(natural, batch, head, q_idx, kv_idx, q_len, kv_len, caps, IS_PARTIAL, SCORE_MOD,
                                  MASK_MOD)
-            probs = tl.math.exp2(modified * factor - lse_log2[:, None])
+            probs = softmax.power_of_two(modified * factor - lse_log2[:, None], q.dtype == tl.float32)
             d_probs = softmax.dot(d_out, tl.trans(v), None, PRECISION, UPCAST)  # [M, N]
             grad = probs * (d_probs - delta[:, None])
             if CAPTURE_GRAD is not None:
@@ -176,7 +176,7 @@ def _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, lse_base, delta_base, line, EX
             natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
             modified = _modified(natural, batch, head, rows[None, :], kv_idx, q_len, kv_len, caps, IS_PARTIAL,
                                  SCORE_MOD, MASK_MOD)
-            probs = tl.math.exp2(modified * factor - lse_log2[None, :])
+            probs = softmax.power_of_two(modified * factor - lse_log2[None, :], q.dtype == tl.float32)
             if WANT_DV:
                 dv = softmax.dot(probs.to(d_out.dtype), d_out, dv, PRECISION, UPCAST)
             if WANT_DK:

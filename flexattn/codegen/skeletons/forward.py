@@ -35,7 +35,7 @@ def _sweep(acc, peak, total, q, k_base, v_base, line, EXTRA, tile, k_strides, v_
             if IS_PARTIAL:
                 keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, caps, MASK_MOD)
                 scores = tl.where(keep, scores, float("-inf"))
-            probs, correction, peak, total = softmax.online_update(scores, factor, peak, total)
+            probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
             v = tiles.load_tile(v_base, first, v_strides[2], v_strides[3], kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_UNIT,
                                 IS_PARTIAL)  # [N, V]
             acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)

@@ -14,11 +14,34 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """a @ b + acc in float32; UPCAST widens the operands first, for the interpreter whose bf16 dot is wrong."""
+    """a @ b + acc in float32; UPCAST widens the operands first, for the interpreter whose bf16 dot is wrong.
+
+    float32 products are summed tile by tile: one chain of additions over a whole row would lose a digit more."""
+    BY_TILE: tl.constexpr = a.dtype == tl.float32
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    if BY_TILE and acc is not None:
+        return acc + tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def power_of_two(x, IS_EXACT: tl.constexpr):
+    """2**x: the hardware instruction, good to 2 units in the last place; IS_EXACT (float32 inputs) to half of one.
+
+    There x is split into a whole part, which becomes the exponent, and a rest in [-0.5, 0.5] for exp's series."""
+    if IS_EXACT:
+        whole = tl.floor(x + 0.5)
+        rest = (x - whole) * LN2
+        series = rest * (1 / 24 + rest * (1 / 120 + rest * (1 / 720 + rest / 5040)))
+        series = 1.0 + rest * (1.0 + rest * (1 / 2 + rest * (1 / 6 + series)))
+        exponent = tl.minimum(tl.maximum(whole, -126.0), 127.0).to(tl.int32)
+        value = series * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        return tl.where(x < -126.0, 0.0, tl.where(x > 127.0, float("inf"), value))
+    else:
+        return tl.math.exp2(x)
 
 
 @triton.jit
@@ -40,12 +63,12 @@ def natural_scores(dots, scale, FOLD_SCALE: tl.constexpr):
 
 
 @triton.jit
-def online_update(scores, factor, peak, total):
+def online_update(scores, factor, peak, total, IS_EXACT: tl.constexpr):
     """One step of the online softmax over a tile [M, N]: probabilities, correction of what came before, new row state."""
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    probs = tl.math.exp2(scores * factor - safe_peak[:, None])
-    correction = tl.math.exp2(peak - safe_peak)
+    probs = power_of_two(scores * factor - safe_peak[:, None], IS_EXACT)
+    correction = power_of_two(peak - safe_peak, IS_EXACT)
     return probs, correction, new_peak, total * correction + tl.sum(probs, 1)
 
 
