@@ -135,6 +135,30 @@ def exact(
             x.data = data
 
 
+class _Chain(torch.autograd.Function):
+    """a @ b in one chain of additions an element, as a kernel on ordinary arithmetic units sums it (torch's own among them).
+
+    Libraries split long sums over threads, which is a digit more exact than any such kernel can be.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _chain(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _chain(grad, b.transpose(-1, -2)), _chain(a.transpose(-1, -2), grad)
+
+
+def _chain(a: Tensor, b: Tensor) -> Tensor:
+    total = torch.zeros((*a.shape[:-1], b.shape[-1]), dtype=a.dtype, device=a.device)
+    for i in range(a.shape[-1]):
+        total = torch.addcmul(total, a[..., i : i + 1], b[..., i : i + 1, :])
+    return total
+
+
 def dense(
     qkv: Sequence[Tensor],
     mask_mod: Any = None,
@@ -143,17 +167,35 @@ def dense(
     captures: Sequence[Tensor] = (),
     scale: float | None = None,
     with_lse: bool = True,
-) -> tuple[Result, Result]:
+) -> tuple[Result, ...]:
     """The same formula done densely in the inputs' type with a float32 softmax: how large an error is fair.
 
-    Twice: differentiated by autograd through the softmax, and as torch's flex_attention does it, from the rounded lse and out.
+    Differentiated by autograd through the softmax, and as torch's flex_attention does it, from the rounded lse and out; for float32
+    on a GPU also with products summed in one chain.
     """
+    options: dict[str, Any] = {"captures": captures, "scale": scale, "with_lse": with_lse}
+    fair = _dense(qkv, mask_mod, score_mod, product=torch.matmul, **options)
+    if qkv[0].is_cuda and qkv[0].dtype == torch.float32:
+        fair += _dense(qkv, mask_mod, score_mod, product=_Chain.apply, **options)
+    return fair
+
+
+def _dense(
+    qkv: Sequence[Tensor],
+    mask_mod: Any,
+    score_mod: Any,
+    *,
+    product: Any,
+    captures: Sequence[Tensor],
+    scale: float | None,
+    with_lse: bool,
+) -> tuple[Result, Result]:
     leaves = [x for x in (*qkv, *captures) if x.requires_grad]
     weight, lse_weight = weights_for(qkv[0], qkv[2])
     lse_weight = lse_weight if with_lse else torch.zeros_like(lse_weight)
     q, k, v = qkv
     k, v = (x.expand(q.shape[0], *x.shape[1:]).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = product(q, k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     if score_mod is not None:
         scores = call_mod(score_mod, scores.shape, q.device, scores).float()
     keep = (
@@ -167,7 +209,7 @@ def dense(
     p = torch.where(keep, torch.where(keep, scores - peak, 0.0).exp(), 0.0)
     total = torch.where(some, p.sum(-1, keepdim=True), 1.0)
     lse = torch.where(some, peak + total.log(), -math.inf).squeeze(-1)
-    out = (p / total).to(q.dtype) @ v
+    out = product((p / total).to(q.dtype), v)
     if not leaves:
         plain = Result(out.detach(), lse.detach(), ())
         return plain, plain
@@ -175,9 +217,9 @@ def dense(
     d_out = weight.to(q.dtype)
     p = torch.where(keep, (scores - torch.where(some, lse.unsqueeze(-1), 0.0)).exp(), 0.0).detach()
     delta = (d_out.float() * out.float()).sum(-1, keepdim=True) - lse_weight.float().unsqueeze(-1)
-    d_scores = torch.where(keep, p * ((d_out @ v.transpose(-1, -2)).float() - delta), 0.0).detach()
+    d_scores = torch.where(keep, p * (product(d_out, v.transpose(-1, -2)).float() - delta), 0.0).detach()
     outputs, upstream = [], []
-    for tensor, grad in ((scores, d_scores), (p.to(q.dtype) @ v, d_out)):
+    for tensor, grad in ((scores, d_scores), (product(p.to(q.dtype), v), d_out)):
         if tensor.requires_grad:
             outputs.append(tensor)
             upstream.append(grad)
