@@ -22,7 +22,21 @@ class CaptureInfo(NamedTuple):
 
 
 class Program:
-    """The structure of a mod: equal and hash-equal iff the same computation on the same kinds of captures and numbers."""
+    """The structure of a mod: equal and hash-equal iff the same computation on the same kinds of captures and numbers.
+
+    Args:
+        kind: 'score' or 'mask'.
+        body: the expression; its loads and numbers name their slots.
+        captures: data type and rank of each captured tensor, in order of first use.
+        numbers: 'int' or 'float' for each number argument, in order of first use.
+        sources: user line of each node, where the trace was asked to remember them; not part of equality.
+        name: of the function that was traced; not part of equality.
+
+    Example:
+        >>> first, second = (trace(mods.softcap(cap), "score").program for cap in (20.0, 30.0))
+        >>> first == second, str(first)
+        (True, 'num0*tanh(score/num0)')
+    """
 
     __slots__ = ("kind", "body", "captures", "numbers", "sources", "name", "_key", "_hash")
 
@@ -52,6 +66,12 @@ class Program:
 
     def __repr__(self) -> str:
         return f"Program({self.kind} {self.name}: {self})"
+
+    def _repr_latex_(self) -> str:
+        """The formula, which a notebook shows; captured tensors and numbers have the names that str() and explain() give them."""
+        from flexattn.frontend.symbolic import to_latex
+
+        return f"${to_latex(self)}$"
 
 
 class Binding(NamedTuple):

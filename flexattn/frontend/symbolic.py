@@ -21,8 +21,8 @@ def to_sympy(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
 
     Args:
         program: a traced score mod or mask.
-        captures: names of captured tensors; by default c0, c1, ...
-        numbers: names of number arguments; by default n0, n1, ...
+        captures: names of captured tensors; by default cap0, cap1, ...
+        numbers: names of number arguments; by default num0, num1, ...
 
     Returns:
         A sympy expression: a truth value for a mask, a number for a score.
@@ -36,27 +36,24 @@ def to_sympy(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
     """
     import sympy
 
-    table = _table(sympy)
+    table = meanings(sympy)
 
     def visit(node: Expr, args: list[Any]) -> Any:
         if node.op == "var":
-            return (
-                sympy.Symbol(str(node.attr), real=True)
-                if node.attr == "score"
-                else sympy.Symbol(str(node.attr), integer=True)
-            )
+            kind = "real" if node.attr == "score" else "integer"
+            return sympy.Symbol(str(node.attr), **{kind: True})
         if node.op == "const":
             return _constant(sympy, node.attr)
         if node.op == "num":
-            return _named(sympy, numbers, "n", node)
+            return _named(sympy, numbers, node)
         if node.op == "load":
             return _load(sympy, captures, node, args)
         if node.op == "cast":
             return _cast(sympy, node, args[0])
         if node.op == "where" and node.dtype == torch.bool:
             return sympy.ITE(*args)
-        if node.args[0].dtype == torch.bool and node.op in _ON_TRUTH:
-            return _ON_TRUTH[node.op](sympy, *args)
+        if node.args[0].dtype == torch.bool and node.op in ON_TRUTH:
+            return ON_TRUTH[node.op](sympy, *args)
         if node.op not in table:
             raise UnsupportedError(f"`{node.op}` has no formula")
         return table[node.op](*args)
@@ -65,7 +62,16 @@ def to_sympy(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
 
 
 def to_latex(program: Program, *, captures: Sequence[str] = (), numbers: Sequence[str] = ()) -> str:
-    """The program's formula in LaTeX, without dollar signs; arguments as in `to_sympy`.
+    """The program's formula in LaTeX, without dollar signs; a notebook shows it for a Program.
+
+    Args:
+        program, captures, numbers: as in `to_sympy`.
+
+    Returns:
+        LaTeX source.
+
+    Raises:
+        UnsupportedError: an operation has no translation.
 
     Example:
         >>> print(to_latex(trace(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, "mask").program))
@@ -73,13 +79,12 @@ def to_latex(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
     """
     import sympy
 
-    text = sympy.latex(to_sympy(program, captures=captures, numbers=numbers), mul_symbol="dot")
-    return str(text)
+    return str(sympy.latex(to_sympy(program, captures=captures, numbers=numbers), mul_symbol="dot"))
 
 
-def _named(sympy: Any, names: Sequence[str], prefix: str, node: Expr) -> Any:
+def _named(sympy: Any, names: Sequence[str], node: Expr) -> Any:
     slot = int(node.attr)
-    name = names[slot] if slot < len(names) else f"{prefix}{slot}"
+    name = names[slot] if slot < len(names) else f"num{slot}"
     return sympy.Symbol(name, integer=True) if node.dtype == torch.int64 else sympy.Symbol(name, real=True)
 
 
@@ -96,7 +101,7 @@ def _constant(sympy: Any, value: Any) -> Any:
 def _load(sympy: Any, names: Sequence[str], node: Expr, args: list[Any]) -> Any:
     """A table entry; a truth table's as the statement that the entry is one."""
     slot = node.attr[0]
-    name = names[slot] if slot < len(names) else f"c{slot}"
+    name = names[slot] if slot < len(names) else f"cap{slot}"
     value = sympy.IndexedBase(name)[tuple(args)] if args else sympy.Symbol(name, real=True)
     return sympy.Eq(value, 1, evaluate=False) if node.dtype == torch.bool else value
 
@@ -113,7 +118,7 @@ def _cast(sympy: Any, node: Expr, value: Any) -> Any:
 
 
 # and, or, ... of truth values; the table below has them on integers
-_ON_TRUTH: dict[str, Callable[..., Any]] = {
+ON_TRUTH: dict[str, Callable[..., Any]] = {
     "and": lambda sympy, a, b: sympy.And(a, b, evaluate=False),
     "or": lambda sympy, a, b: sympy.Or(a, b, evaluate=False),
     "xor": lambda sympy, a, b: sympy.Xor(a, b, evaluate=False),
@@ -125,7 +130,7 @@ _ON_TRUTH: dict[str, Callable[..., Any]] = {
 }
 
 
-def _table(sympy: Any) -> dict[str, Callable[..., Any]]:
+def meanings(sympy: Any) -> dict[str, Callable[..., Any]]:
     """Operation -> its meaning."""
     named = {n: sympy.Function(n) for n in ("trunc", "round", "isnan", "isinf", "bitand", "bitor", "bitxor", "bitnot")}
     return {

@@ -46,10 +46,10 @@ def value(expression: sympy.Basic, **at: float) -> object:
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_have_the_programs_values(name: str) -> None:
     traced = trace(MASKS[name], "mask")
-    formula = to_sympy(traced.program, numbers=[f"n{i}" for i in range(9)])
+    formula = to_sympy(traced.program)
     for point in POINTS:
         want = bool(evaluate(*traced, **{n: torch.tensor(x) for n, x in zip(NAMES, point, strict=True)}))
-        numbers = {f"n{i}": x for i, x in enumerate(traced.binding.numbers)}
+        numbers = {f"num{i}": x for i, x in enumerate(traced.binding.numbers)}
         assert bool(value(formula, **dict(zip(NAMES, point, strict=True)), **numbers)) == want, (name, point)
 
 
@@ -57,7 +57,7 @@ def test_masks_have_the_programs_values(name: str) -> None:
 def test_scores_have_the_programs_values(name: str) -> None:
     traced = trace(SCORES[name], "score")
     formula = to_sympy(traced.program)
-    numbers = {f"n{i}": x for i, x in enumerate(traced.binding.numbers)}
+    numbers = {f"num{i}": x for i, x in enumerate(traced.binding.numbers)}
     for score, point in zip((0.5, -1.25, 3.0, 0.0), POINTS, strict=True):
         index = {n: torch.tensor(x) for n, x in zip(NAMES, point, strict=True)}
         want = float(evaluate(*traced, **index, score=torch.tensor(score)))
@@ -79,16 +79,24 @@ def test_latex() -> None:
     assert latex(lambda b, h, q, k: True) == r"\text{True}"
 
 
-def test_every_operation_has_a_formula() -> None:
-    from flexattn.frontend.symbolic import _ON_TRUTH, _table
+def test_a_program_is_shown_as_its_formula() -> None:
+    """`_repr_latex_` is what a notebook asks an object for."""
+    slopes = torch.ones(4)
+    program = trace(lambda s, b, h, q, k: s - slopes[h] * (q - k), "score").program
+    assert program._repr_latex_() == f"${to_latex(program)}$"
+    assert "{cap_{0}}_{h}" in program._repr_latex_()
 
-    assert set(OPS) - {"cast"} == set(_table(sympy))
-    assert set(_ON_TRUTH) <= set(OPS)
+
+def test_every_operation_has_a_formula() -> None:
+    from flexattn.frontend.symbolic import ON_TRUTH, meanings
+
+    assert set(OPS) - {"cast"} == set(meanings(sympy))
+    assert set(ON_TRUTH) <= set(OPS)
 
 
 def test_unknown_operation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import flexattn.frontend.symbolic as symbolic
 
-    monkeypatch.setattr(symbolic, "_table", lambda _: {})
+    monkeypatch.setattr(symbolic, "meanings", lambda _: {})
     with pytest.raises(UnsupportedError, match="`le` has no formula"):
         to_sympy(trace(MASKS["causal"], "mask").program)
