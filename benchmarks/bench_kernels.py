@@ -180,12 +180,12 @@ def sweep_one(shape: tuple[int, int, int, int], name: str, kernel: str, workers:
     problem, plan = attention.prepare((q, k, v), score, (block_mask, None))
     out, lse, _ = launch.forward(problem, plan)
     grad = torch.randn_like(out)
-    common = launch._delta(problem, plan, out, lse, grad, None)
+    common = launch.run_delta(problem, plan, out, lse, grad, None)
     needs = (False,) * len(problem.captures)
     runs: dict[str, Callable[[], Any]] = {
         "forward": lambda: launch.forward(problem, plan),
-        "dq": lambda: launch._run_dq(problem, plan, common, True, needs),
-        "dkdv": lambda: launch._run_dkdv(problem, plan, common, True, True),
+        "dq": lambda: launch.run_dq(problem, plan, common, True, needs),
+        "dkdv": lambda: launch.run_dkdv(problem, plan, common, True, True),
     }
     reference = flat(runs[kernel]())
     chosen = next(c for key, c in plan.memo.items() if key[0] == kernel)
@@ -194,7 +194,7 @@ def sweep_one(shape: tuple[int, int, int, int], name: str, kernel: str, workers:
     flops = {"forward": 4, "dq": 6, "dkdv": 8}[kernel] * batch * heads * kept * dim  # what the kernel really computes
     rows = []
     for config in configs:
-        launch._legal = lambda *_, config=config: (config,)  # type: ignore[assignment]
+        launch.legal_tiles = lambda *_, config=config: (config,)  # type: ignore[assignment]
         row: dict[str, Any] = {"shape": shape, "variant": name, "kernel": kernel, "config": dataclasses.astuple(config)}
         try:
             row["difference"] = max(difference(a, b) for a, b in zip(flat(runs[kernel]()), reference))
@@ -205,11 +205,11 @@ def sweep_one(shape: tuple[int, int, int, int], name: str, kernel: str, workers:
         except Exception as error:  # a configuration that does not build is a result of the sweep
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         rows.append(row)
-    launch._legal = _LEGAL
+    launch.legal_tiles = _LEGAL
     return sorted(rows, key=lambda r: r.get("ms", 1e9))
 
 
-_LEGAL = launch._legal
+_LEGAL = launch.legal_tiles
 
 
 def flat(results: Any) -> list[torch.Tensor]:

@@ -183,14 +183,14 @@ def candidates(
     Raises:
         OptionError: The caller's tiles do not fit.
     """
-    gathers = sum(_gathers(p) for p in programs if p is not None)
+    gathers = sum(gathers_of(p) for p in programs if p is not None)
     problem = TileProblem(kernel, target, element_bytes, *tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES, gathers)
     found = _preferred(problem)
     return found if options is None else _with_options(problem, found, options)
 
 
 @functools.lru_cache(maxsize=1024)
-def _gathers(program: Program) -> int:
+def gathers_of(program: Program) -> int:
     """Captured reads whose index moves along both tile axes."""
     from flexattn.frontend.expr import topological
 

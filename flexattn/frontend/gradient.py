@@ -9,8 +9,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-
 from flexattn.frontend.expr import Expr, const, convert, make, topological, var
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.program import Program
@@ -87,13 +85,3 @@ def _needed(order: list[Expr]) -> set[Expr]:
         if leaf or node.op != "load" and any(a in needed for a in node.args):
             needed.add(node)
     return needed
-
-
-def is_identity_gradient(gradient: ScoreGradient) -> bool:
-    """Whether d_score is just the upstream gradient (an additive bias, for example)."""
-    return gradient.d_score.op == "var" and gradient.d_score.attr == "grad"
-
-
-def uses_double(program: Program) -> bool:
-    """Whether any node is computed in float64."""
-    return any(n.dtype == torch.float64 for n in topological([program.body]))

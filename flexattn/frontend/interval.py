@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flexattn.frontend.expr import Expr, fold, topological
+from flexattn.frontend.expr import Expr, fold
 from flexattn.frontend.ops import OPS, Pair
 from flexattn.frontend.program import Binding, Program
 
@@ -205,50 +205,3 @@ def _set_bounds(node: Expr, reads: dict[Expr, list[Pair]], tables: Tables, pair:
         found.append(values if outside is None else torch.where(outside, -1, values))
     disjoint = (found[0] & found[1]) == 0
     return (pair[0], pair[1] & ~disjoint) if node.op == "eq" else (pair[0] | disjoint, pair[1])
-
-
-# ---------------------------------------------------------------- magnitude: is 32-bit arithmetic enough?
-_GROWTH = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a + b,
-    "mul": lambda a, b: a * b,
-    "lshift": lambda a, b: a << min(b, 64),
-}
-
-
-def magnitude(
-    program: Program, binding: Binding, *, batch: int, heads: int, q_len: int, kv_len: int, body: Expr | None = None
-) -> int:
-    """The largest absolute value an integer node can take at real indices, without reading any captured tensor.
-
-    Loads count with the range of their storage type, so contents never decide; loads of int64 count as 2**31 - 1, since
-    document ids and offsets are stored that way out of habit (a kernel reads them as int64 all the same).
-    """
-    sizes = {"b": batch, "h": heads, "q_idx": q_len, "kv_idx": kv_len}
-    worst = 0
-
-    def visit(node: Expr, args: list[int]) -> int:
-        nonlocal worst
-        if node.op == "var":
-            value = sizes.get(str(node.attr), 1)
-        elif node.op in ("const", "num"):
-            raw = node.attr if node.op == "const" else binding.numbers[node.attr]
-            value = abs(int(raw)) if node.dtype == torch.int64 else 1
-        elif node.op == "load":
-            bits = torch.iinfo(binding.captures[node.attr[0]].dtype).bits if node.dtype == torch.int64 else 1
-            value = (1 << min(bits, 32) - 1) - 1 if bits > 1 else 1
-        elif node.dtype != torch.int64:
-            value = 1
-        else:
-            value = _GROWTH.get(node.op, lambda *a: max(a))(*args)
-        if node.dtype == torch.int64:
-            worst = max(worst, value)
-        return value
-
-    fold([body or program.body], visit)
-    return worst
-
-
-def reads_only_indices(program: Program) -> bool:
-    """Whether a mask depends on nothing but indices and numbers."""
-    return all(n.op != "load" for n in topological([program.body]))

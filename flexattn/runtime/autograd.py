@@ -7,6 +7,7 @@ between cannot give gradients of a different mask.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,10 +18,7 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import settings, stats, strict
-from flexattn.runtime.plan import Plan, Problem, output_like, stride_order
-
-Needs = tuple[bool, bool, bool, tuple[bool, ...]]
-_NO_SECOND_DERIVATIVE = "flex_attention cannot be differentiated twice"
+from flexattn.runtime.plan import Needs, Plan, Problem, output_like, stride_order
 
 
 def backend_module(plan: Plan) -> ModuleType:
@@ -158,22 +156,11 @@ def _in_query_order(out: Tensor, q: Tensor) -> Tensor:
     return torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device).copy_(out)
 
 
-def _full_precision(device_type: str) -> Any:
+def _full_precision(device_type: str) -> contextlib.AbstractContextManager[object]:
     """Switches autocast off inside: inputs have its dtype already, and sums must keep float32."""
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return _NOTHING
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
+    return contextlib.nullcontext()
 
 
 def _alert_not_deterministic(plan: Plan) -> None:
@@ -207,7 +194,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         raise UnsupportedError(
-            _NO_SECOND_DERIVATIVE,
+            "flex_attention cannot be differentiated twice",
             given="a second backward pass through its gradients (create_graph=True)",
             hint="torch.nn.functional.scaled_dot_product_attention on the math backend, or a dense formula in torch ops",
         )

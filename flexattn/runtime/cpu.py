@@ -32,9 +32,8 @@ from flexattn.runtime.cpu_rows import (
     make_units,
     split_chunks,
 )
-from flexattn.runtime.plan import Plan, Problem, output_like
+from flexattn.runtime.plan import Needs, Plan, Problem, output_like
 
-Needs = tuple[bool, bool, bool, tuple[bool, ...]]
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Tensor | None, ...]]
 
 TILES_KEPT = 16  # tiles of a mask kept for the next row

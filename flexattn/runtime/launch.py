@@ -27,9 +27,8 @@ from flexattn.codegen.tile_config import TileConfig, candidates, delta_config, p
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds
-from flexattn.runtime.plan import Plan, Problem, stride_order
+from flexattn.runtime.plan import Needs, Plan, Problem, stride_order
 
-Needs = tuple[bool, bool, bool, tuple[bool, ...]]
 _LINE_LIMIT = (1 << 31) - 1
 
 
@@ -96,9 +95,11 @@ def backward(
         d_out = d_out.to(out.dtype)
         if not tensor_layout(d_out).is_aligned:
             d_out = d_out.contiguous()
-        common = _delta(problem, plan, out, lse, d_out, d_lse)
-        dq, sums = _run_dq(problem, plan, common, need_q, need_captures)
-        dk, dv = _run_dkdv(problem, plan, common, need_k, need_v)
+        if out.stride(3) != 1:  # out follows query's order of dimensions, and the last one may not be innermost there
+            out = out.contiguous()
+        common = run_delta(problem, plan, out, lse, d_out, d_lse)
+        dq, sums = run_dq(problem, plan, common, need_q, need_captures)
+        dk, dv = run_dkdv(problem, plan, common, need_k, need_v)
     return dq, dk, dv, sums
 
 
@@ -112,15 +113,15 @@ def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
     if problem.block_mask is None:
         return
     for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
-        config = _legal(problem, plan, kernel)[0]
+        config = legal_tiles(problem, plan, kernel)[0]
         problem.block_mask.tile_map(config.BLOCK_M, config.BLOCK_N).table(kernel == "dkdv")
 
 
 # ---------------------------------------------------------------- choosing a kernel
 def _choose(problem: Problem, plan: Plan, kernel: str, *, d_out: TensorLayout | None = None, **wants: Any) -> _Chosen:
     """The kernel for the facts of this call, from the plan's memo or built now."""
-    facts = _facts(problem, plan, d_out)
-    configs = _legal(problem, plan, kernel)
+    facts = kernel_facts(problem, plan, d_out)
+    configs = legal_tiles(problem, plan, kernel)
     key = (kernel, problem.q.device.index, configs, *facts.values(), *wants.values())
     chosen = plan.memo.get(key)
     if chosen is None:
@@ -130,8 +131,8 @@ def _choose(problem: Problem, plan: Plan, kernel: str, *, d_out: TensorLayout | 
     return chosen
 
 
-def _facts(problem: Problem, plan: Plan, d_out: TensorLayout | None) -> dict[str, Any]:
-    """Every field of a spec but the kernel, its target and its tiles."""
+def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None) -> dict[str, Any]:
+    """Every field of a spec but the kernel, its target and its tiles; `d_out` is the layout of the gradient of out."""
     q, k, v = problem.q, problem.k, problem.v
     q_layout = tensor_layout(q)
     captures, numbers = _bound(problem)
@@ -156,8 +157,13 @@ def _bound(problem: Problem) -> tuple[tuple[Tensor, ...], tuple[int | float, ...
     return sum((b.captures for b in bindings), ()), sum((b.numbers for b in bindings), ())
 
 
-def _legal(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
-    """Configurations for this call's size class that its mask allows, best first."""
+def legal_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
+    """Configurations of one kernel for this call's size class that its mask allows, best first; at least one.
+
+    Raises:
+        UnsupportedError: No tile divides the blocks of a list mask.
+        OptionError: kernel_options names tiles that do not fit.
+    """
     q = problem.q
     programs = (plan.score, plan.mask)
     options = problem.options.forward if kernel == "forward" else _backward_options(problem)
@@ -247,7 +253,7 @@ def _table_stand_in(arguments: dict[str, Any], anything: Tensor) -> None:
 
 
 # ---------------------------------------------------------------- backward kernels
-def _delta(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Any]:
+def run_delta(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Any]:
     """Runs the pre-pass; returns the arguments both gradient kernels share."""
     batch, heads, q_len, v_dim = out.shape
     target = devices.target_for(out.device)
@@ -267,7 +273,7 @@ def _delta(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor
     return {**_inputs(problem), "D_OUT": d_out, "d_out_strides": d_out.stride(), "DELTA": delta, "LSE_LOG2": lse_log2}
 
 
-def _run_dq(
+def run_dq(
     problem: Problem, plan: Plan, common: dict[str, Any], need_q: bool, need_captures: Sequence[bool]
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """dq and the sums of captured tensors; no launch where neither is needed."""
@@ -290,8 +296,8 @@ def _run_dq(
     return dq, tuple(by_slot.get(i) for i in range(len(need_captures)))
 
 
-def _run_dkdv(problem: Problem, plan: Plan, common: dict[str, Any], need_k: bool, need_v: bool) -> tuple[Tensor | None, Tensor | None]:
-    """dk and dv; no launch where neither is needed."""
+def run_dkdv(problem: Problem, plan: Plan, common: dict[str, Any], need_k: bool, need_v: bool) -> tuple[Tensor | None, Tensor | None]:
+    """dk and dv in their tensors' dtypes; no launch where neither is needed."""
     if not need_k and not need_v:
         return None, None
     q, k, v = problem.q, problem.k, problem.v

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
     from flexattn.frontend.program import Program, Traced
 
+Needs = tuple[bool, bool, bool, tuple[bool, ...]]  # whether query, key, value and each capture need a gradient
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DECODE_Q_LEN = 128  # torch's own limit for its decode kernel
 
@@ -84,11 +85,7 @@ class Layout:
     @staticmethod
     def of(q: Tensor, v: Tensor) -> Layout:
         """Reads the facts off query and value."""
-        return Layout(
-            dtype=q.dtype,
-            qk_dim=q.shape[-1],
-            v_dim=v.shape[-1],
-        )
+        return Layout(q.dtype, q.shape[-1], v.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,7 @@ from torch import Tensor
 from flexattn.frontend.expr import Expr
 from flexattn.frontend.gradient import score_gradient
 from flexattn.runtime.pairs import Part, kept, parts
-from flexattn.runtime.plan import Plan, Problem, output_like
-
-Needs = tuple[bool, bool, bool, tuple[bool, ...]]
+from flexattn.runtime.plan import Needs, Plan, Problem, output_like
 
 
 def is_needed(problem: Problem, *more: Tensor) -> bool:

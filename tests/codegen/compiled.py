@@ -13,7 +13,15 @@ import torch
 from flexattn.codegen.emit import emit
 from flexattn.codegen.spec import KernelSpec, MaskFacts, TensorLayout, capture_layout, wide_number
 from flexattn.codegen.target import target_of
-from flexattn.codegen.tile_config import TileConfig, TileProblem, _gathers, candidates, delta_config, padded, tile_dims
+from flexattn.codegen.tile_config import (
+    TileConfig,
+    TileProblem,
+    candidates,
+    delta_config,
+    gathers_of,
+    padded,
+    tile_dims,
+)
 from flexattn.frontend.trace import Traced, trace
 from flexattn.runtime.compile import build
 
@@ -74,7 +82,7 @@ def preferred(kernel: str, arch: int, dim: int, dtype: str = "bf16", leaf: str =
 
 def problem_of(spec: KernelSpec) -> TileProblem:
     """What the shared-memory model is asked for this kernel."""
-    gathers = sum(_gathers(p) for p in (spec.score, spec.mask) if p is not None)
+    gathers = sum(gathers_of(p) for p in (spec.score, spec.mask) if p is not None)
     size = 4 if spec.layouts[0].dtype == "fp32" else 2
     return TileProblem(spec.kernel, spec.target, size, *tile_dims(spec.qk_dim, spec.v_dim, spec.target), False, gathers)
 

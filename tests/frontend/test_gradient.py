@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from flexattn.frontend import expr as ex
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import to_text
-from flexattn.frontend.gradient import is_identity_gradient, score_gradient
+from flexattn.frontend.gradient import score_gradient
 from flexattn.frontend.simplify import RULES, simplify
 from flexattn.frontend.trace import trace
 
@@ -75,8 +75,7 @@ def sums_at_leaves(captures, grads, leaves):
 
 
 def test_additive_mods_pass_the_gradient_through():
-    assert is_identity_gradient(score_gradient(trace(lambda s, b, h, q, k: s + (q - k), "score").program))
-    assert not is_identity_gradient(score_gradient(trace(lambda s, b, h, q, k: s * 2, "score").program))
+    assert to_text(score_gradient(trace(lambda s, b, h, q, k: s + (q - k), "score").program).d_score) == "grad"
     assert to_text(score_gradient(trace(lambda s, b, h, q, k: q + 0.5 * k, "score").program).d_score) == "0"
 
 
