@@ -83,8 +83,10 @@ def emit(spec: KernelSpec) -> KernelSource:
         Text and data that the runtime compiles.
 
     Example:
-        >>> emit(spec).signature["q_len"]
-        'i32'
+        >>> bf16 = TensorLayout("bf16", is_unit=True, is_aligned=True, is_wide=False)
+        >>> source = emit(KernelSpec("forward", target_of(90), TileConfig(128, 64, 4, 3), 64, 64, layouts=(bf16,) * 4))
+        >>> source.function, source.signature["Q"], source.signature["q_len"]
+        ('attention_forward', '*bf16', 'i32')
     """
     module, function = _SKELETONS[spec.kernel]
     functions = leaf_functions(spec)

@@ -38,6 +38,12 @@ class AuxRequest(NamedTuple):
     Attributes:
         lse: natural log of the softmax's denominator, [batch, q_heads, q_len].
         max_scores: the largest modified score of each row, [batch, q_heads, q_len].
+
+    Example:
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> out, aux = flexattn.flex_attention(x, x, x, return_aux=AuxRequest(lse=True))
+        >>> aux.lse.shape, aux.max_scores
+        (torch.Size([1, 1, 4]), None)
     """
 
     lse: bool = False
@@ -48,8 +54,13 @@ class AuxOutput(NamedTuple):
     """The extra outputs that were asked for; None for the others.
 
     Attributes:
-        lse: float32 (float64 for float64 inputs), differentiable; -inf for a row without a key.
-        max_scores: of the same type, not differentiable; -inf for a row without a key.
+        lse: [batch, q_heads, q_len], natural log, float32 (float64 for float64 inputs), differentiable; -inf for a row
+            without a key.
+        max_scores: of the same shape and type, not differentiable; -inf for a row without a key.
+
+    Example:
+        >>> AuxOutput()
+        AuxOutput(lse=None, max_scores=None)
     """
 
     lse: Tensor | None = None
@@ -97,6 +108,7 @@ def flex_attention(
         >>> x = torch.ones(1, 1, 4, 8)
         >>> flexattn.flex_attention(x, x, x, mask_mod=causal).shape
         torch.Size([1, 1, 4, 8])
+
     Source: Dong et al., Flex Attention (2024), arXiv:2412.05496; Dao, FlashAttention-2 (2023), arXiv:2307.08691.
     """
     aux = _requested(return_lse, return_aux)
@@ -147,9 +159,7 @@ def prepare(
         v=value,
         scale=factor,
         score=score,
-        mask=_on_device(mask.traced, query.device, "mask_mod")
-        if mask is not None and mask.traced is not None
-        else None,
+        mask=_on_device(None if mask is None else mask.traced, query.device, "mask_mod"),
         block_mask=mask,
         want_lse=aux.lse or may_need_grad,
         want_max=aux.max_scores,
@@ -202,7 +212,10 @@ def _check_kind(mod: Any, kind: str, form: str) -> None:
         )
 
 
-def _on_device(traced: Traced, device: torch.device, name: str) -> Traced:
+def _on_device(traced: Traced | None, device: torch.device, name: str) -> Traced | None:
+    """The same program, with 0-d captures of the CPU moved to the device of query."""
+    if traced is None:
+        return None
     placed = place_captures(traced, device, name)
     if all(a is b for a, b in zip(placed, traced.binding.captures)):
         return traced

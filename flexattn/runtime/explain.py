@@ -56,8 +56,13 @@ def explain(
     Raises: what flex_attention raises for these arguments.
     Example:
         >>> x = torch.ones(1, 1, 4, 8)
-        >>> print(flexattn.explain(x, x, x, lambda score, b, h, q_idx, kv_idx: score * 2))  # doctest: +SKIP
+        >>> print(flexattn.explain(x, x, x, lambda score, b, h, q_idx, kv_idx: score * 2))  # doctest: +ELLIPSIS
         query  [1, 1, 4, 8] float32 cpu
+        key    [1, 1, 4, 8] float32 cpu
+        value  [1, 1, 4, 8] float32 cpu
+        scale  0.353553
+        <BLANKLINE>
+        score_mod = score*2
         ...
     """
     problem, plan = prepare(
@@ -155,28 +160,25 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     if not source.leaf_text:
         yield "  no generated functions: there is neither a score_mod nor a mask to apply"
         return
-    yield f"  generated functions, kept as {settings.cache_dir() / 'leaves' / f'flexattn_leaves_{source.leaf_hash}.py'}"
+    if plan.backend == "triton":
+        yield f"  generated functions, kept as {settings.cache_dir() / 'leaves' / f'flexattn_leaves_{source.leaf_hash}.py'}:"
+    else:
+        yield "  generated functions:"
     yield ""
     yield from source.leaf_text.rstrip().splitlines()
 
 
 def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, TileConfig]:
     """What the forward kernel is generated from: the same facts as a launch, for this GPU or for sm_90."""
+    q, v = problem.q, problem.v
     if plan.backend == "triton":
-        target, config = target_for(problem.q.device), launch._legal(problem, plan, "forward")[0]
-    else:
+        target, config = target_for(q.device), launch.legal_tiles(problem, plan, "forward")[0]
+    else:  # the call runs whatever its tiles, so neither options nor a list mask may make this fail
         target = target_of(90)
-        config = candidates(
-            "forward",
-            target,
-            element_bytes=problem.q.element_size(),
-            qk_dim=problem.q.shape[3],
-            v_dim=problem.v.shape[3],
-            q_len=problem.q.shape[2],
-            programs=(plan.score, plan.mask),
-        )[0]
-    facts = launch._facts(problem, plan, None)
-    return emit(KernelSpec(kernel="forward", target=target, config=config, **facts)), config
+        sizes = {"element_bytes": q.element_size(), "qk_dim": q.shape[3], "v_dim": v.shape[3], "q_len": q.shape[2]}
+        config = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)[0]
+    spec = KernelSpec(kernel="forward", target=target, config=config, **launch.kernel_facts(problem, plan))
+    return emit(spec), config
 
 
 def _dtype(x: Tensor) -> str:

@@ -15,7 +15,12 @@ _WARNED: set[str] = set()
 
 
 class FlexPerformanceWarning(UserWarning):
-    """A call takes a road that is right but slower than the one a user would expect, and why."""
+    """A call takes a road that is right but slower than the one a user would expect, and why; shown once a reason.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("error", FlexPerformanceWarning)  # never slow: such a call now raises
+    """
 
 
 def debug() -> bool:

@@ -1,7 +1,7 @@
 """Counters that prove what was traced, planned, built and launched, with the reasons.
 
-The rest of the runtime calls the `record_*` functions, each one dictionary update; tile maps report themselves. A number, a length, a
-batch size or a captured tensor that changes must leave `builds` as it was: that is what the counters are there to show.
+The rest of the runtime calls the `record_*` functions, each one dictionary update; tile maps report themselves. A number, a
+length, a batch size or a captured tensor that changes must leave `builds` as it was: that is what the counters are there to show.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ class Stats:
         launches: kernels started, by name; the torch-ops path counts one per direction.
         mask_builds: tile maps made, by how they were decided.
         events: the last plans and builds in order, each with its reason.
+
+    Example:
+        >>> print(Stats(traces=Counter(score=2, mask=1)))
+        flexattn.stats()
+          traces            3  mask 1, score 2
+          plans             0
+          builds            0
+          launches          0
+          mask builds       0
     """
 
     traces: Counter[str] = field(default_factory=Counter)
@@ -56,8 +65,12 @@ def stats() -> Stats:
 
     Returns: Stats.
     Example:
-        >>> flexattn.reset_stats(); flexattn.stats().builds.total()
-        0
+        >>> flexattn.reset_stats()
+        >>> x = torch.ones(1, 1, 4, 8)
+        >>> for window in (2, 3):
+        ...     out = flexattn.flex_attention(x, x, x, mask_mod=flexattn.mods.sliding_window(window))
+        >>> flexattn.stats().traces["mask"]
+        2
     """
     with _LOCK:
         return Stats(
@@ -71,7 +84,13 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """Sets every counter to zero; kernels, plans and masks that exist stay."""
+    """Sets every counter to zero; kernels, plans and masks that exist stay.
+
+    Example:
+        >>> flexattn.reset_stats()
+        >>> flexattn.stats().traces.total()
+        0
+    """
     with _LOCK:
         for counter in (_NOW.traces, _NOW.plans, _NOW.builds, _NOW.launches, _NOW.mask_builds):
             counter.clear()

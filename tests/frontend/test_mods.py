@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 
 import pytest
@@ -107,7 +106,3 @@ def test_masks_pickle(name: str) -> None:
 def test_bad_settings_are_refused(make, error) -> None:
     with pytest.raises(error):
         make()
-
-
-def test_docstring_examples() -> None:
-    assert doctest.testmod(mods, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
