@@ -7,6 +7,7 @@ through their minimum and maximum over an index range (`Table`), so a fold over 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -39,9 +40,10 @@ class Table:
         outside: torch.Tensor | None = None
         for n, (a, z) in zip(self.shape, index):
             crossing = (a < 0) & (z >= 0)
+            below = a < -n
             a, z = torch.where(a < 0, a + n, a), torch.where(z < 0, z + n, z)
             a, z = torch.where(crossing, 0, a), torch.where(crossing, torch.clamp(z, min=n - 1), z)
-            beyond = (a < 0) | (z >= n) | (crossing & (index[0][0] < -n))
+            beyond = below | (z < 0) | (z >= n)
             outside = beyond if outside is None else outside | beyond
             lo, hi = lo * n + a.clamp(0, n - 1), hi * n + z.clamp(0, n - 1)
         return lo, hi, outside
@@ -165,6 +167,8 @@ def bounds(
     """
     variables = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
     device = q_idx[0].device
+    if may_wrap(program.body, tables.binding.numbers):
+        return torch.zeros_like(q_idx[0], dtype=torch.bool), torch.ones_like(q_idx[0], dtype=torch.bool)
     reads: dict[Expr, list[Pair]] = {}
 
     def visit(node: Expr, args: list[Pair]) -> Pair:
@@ -193,6 +197,38 @@ def bounds(
         return lo, hi
 
     return fold([program.body], visit)[0]
+
+
+_GROWTH: dict[str, Callable[..., int]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "lshift": lambda a, b: a << min(b, 64),
+}
+
+
+@lru_cache(maxsize=4096)
+def may_wrap(body: Expr, numbers: tuple[int | float, ...]) -> bool:
+    """Whether 64-bit integers may wrap around, as in `q_idx + window` for a window of 2**63 - 1: then no order is known.
+
+    Indices and captured integers count as below 2**31.
+    """
+    limit, wraps = (1 << 63) - 1, False
+
+    def visit(node: Expr, args: list[int]) -> int:
+        nonlocal wraps
+        if node.dtype != torch.int64:
+            return 1
+        if node.op in ("const", "num"):
+            return abs(int(node.attr if node.op == "const" else numbers[node.attr]))
+        if node.op in ("var", "load", "cast"):
+            return 1 << 31
+        size = _GROWTH.get(node.op, max)(*args) if len(args) > 1 else args[0]
+        wraps = wraps or size > limit and node.op in (*_GROWTH, "neg", "abs")
+        return min(size, limit + 1)
+
+    fold([body], visit)
+    return wraps
 
 
 def _set_bounds(node: Expr, reads: dict[Expr, list[Pair]], tables: Tables, pair: Pair) -> Pair:

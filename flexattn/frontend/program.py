@@ -31,6 +31,7 @@ class Program:
         numbers: 'int' or 'float' for each number argument, in order of first use.
         sources: user line of each node, where the trace was asked to remember them; not part of equality.
         name: of the function that was traced; not part of equality.
+        where: file and line of that function, for messages; not part of equality.
 
     Example:
         >>> first, second = (trace(mods.softcap(cap), "score").program for cap in (20.0, 30.0))
@@ -38,7 +39,7 @@ class Program:
         (True, 'num0*tanh(score/num0)')
     """
 
-    __slots__ = ("kind", "body", "captures", "numbers", "sources", "name", "_key", "_hash")
+    __slots__ = ("kind", "body", "captures", "numbers", "sources", "name", "where", "_key", "_hash")
 
     def __init__(
         self,
@@ -49,9 +50,10 @@ class Program:
         *,
         sources: Mapping[Expr, Source] | None = None,
         name: str = "mod",
+        where: Source | None = None,
     ) -> None:
         self.kind, self.body, self.captures, self.numbers = kind, body, captures, numbers
-        self.sources, self.name = sources or {}, name
+        self.sources, self.name, self.where = sources or {}, name, where
         self._key = (kind, body, captures, numbers)
         self._hash = hash(self._key)
 

@@ -44,6 +44,8 @@ class Trace:
         """A traced value, a number or a captured scalar as an operand of `make`."""
         if isinstance(x, Proxy):
             return x.expr
+        if isinstance(x, int) and not -(1 << 63) <= x < 1 << 63:
+            raise error("an integer in a mod must fit in 64 bits", given=x, hint="float('inf'), or sys.maxsize")
         if isinstance(x, (IntArg, FloatArg)):
             if x.slot is None or x.slot >= len(self.numbers) or self.numbers[x.slot] is not x:
                 x.slot = len(self.numbers)

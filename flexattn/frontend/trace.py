@@ -87,7 +87,7 @@ def trace(
             raise type(e)(e.what, given=e.given, hint=e.hint, where=str(where)) from None
         raise
     body = simplify(_result(fn, kind, state, result, score_dtype))
-    return _pack(kind, body, state, function_name(fn))
+    return _pack(fn, kind, body, state)
 
 
 def _result(fn: Callable[..., Any], kind: str, state: Trace, result: Any, score_dtype: torch.dtype) -> Expr:
@@ -123,16 +123,16 @@ def _result(fn: Callable[..., Any], kind: str, state: Trace, result: Any, score_
     )
 
 
-def _pack(kind: str, body: Expr, state: Trace, name: str) -> Traced:
+def _pack(fn: Callable[..., Any], kind: str, body: Expr, state: Trace) -> Traced:
     """Keep only the captures and numbers that the simplified body reads, in order of first use."""
     body, captures, numbers, moved = _numbered(body)
     tensors = tuple(state.captures[s] for s in captures)
     plain = tuple(int(v) if isinstance(v, int) else float(v) for v in (state.numbers[s] for s in numbers))
     info = tuple(CaptureInfo(t.dtype, t.ndim) for t in tensors)
     sources = {moved[n]: s for n, s in state.sources.items() if n in moved}
-    program = Program(
-        kind, body, info, tuple("int" if isinstance(v, int) else "float" for v in plain), sources=sources, name=name
-    )
+    kinds = tuple("int" if isinstance(v, int) else "float" for v in plain)
+    name, where = function_name(fn), function_source(fn)
+    program = Program(kind, body, info, kinds, sources=sources, name=name, where=where)
     return Traced(program, Binding(tensors, plain))
 
 

@@ -142,7 +142,7 @@ class _Reads:
 
 
 def _where(traced: Traced, node: Expr) -> str | None:
-    source = traced.program.sources.get(node)
+    source = traced.program.sources.get(node, traced.program.where)
     return None if source is None else str(source)
 
 

@@ -41,4 +41,5 @@ def _raise_if(name: str, problem: Problem, outside: list[Tensor], keep: Tensor) 
             f"{name} {traced.program.name} reads a captured tensor out of range at a pair that is kept",
             given=f"captured shapes {[tuple(c.shape) for c in traced.binding.captures]}",
             hint="a longer tensor, or a mask_mod that drops those pairs",
+            where=traced.program.where and str(traced.program.where),
         )

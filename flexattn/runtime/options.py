@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flexattn.errors import OptionError
+from flexattn.errors import CallError, OptionError
 from flexattn.runtime import settings
 
 TORCH_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
@@ -92,6 +92,7 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
         kernel_options: torch's keys, and ours ('strict_nan', BACKEND='TORCH'); None means all defaults.
     Returns: KernelOptions.
     Raises:
+        CallError: not a dictionary.
         OptionError: an unknown key or an illegal value.
         BackendError: BACKEND together with FORCE_USE_FLEX_ATTENTION.
         ReservedOptionError: OUTPUT_LOGSUMEXP or OUTPUT_MAX.
@@ -99,6 +100,10 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
         >>> parse_options({"fwd_BLOCK_M": 64}).forward.BLOCK_M
         64
     """
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        raise CallError(
+            "kernel_options must be a dictionary", given=type(kernel_options).__name__, hint="{'BLOCK_M': 64}"
+        )
     if not kernel_options:
         return DEFAULT
     forward: dict[str, int] = {}

@@ -101,7 +101,7 @@ def call_mod(
     ]
     try:
         value = torch.as_tensor(mod(*_arguments(score), *axes), device=device).expand(*shape)
-    except (RuntimeError, ValueError, TypeError):
+    except (RuntimeError, ValueError, TypeError, IndexError):
         return _mapped(mod, device, score, axes)
     return value if _agrees_on_scalars(mod, value, device, score) else _mapped(mod, device, score, axes)
 

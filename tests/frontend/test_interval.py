@@ -45,6 +45,23 @@ def test_usual_masks_are_decided_off_the_diagonal():
         assert decided >= total // 2
 
 
+def test_reads_below_a_table_of_two_dimensions_are_not_proved_inside():
+    ones = torch.ones(1, 16, dtype=torch.int32)
+    check_sound(lambda b, h, q, k: ones[b, q - 2 * k - 4] != 0, 8, 8, 8)  # -18 to 3, and below -16 a read gives 0
+
+
+@pytest.mark.parametrize("far", [2**63 - 1, -(2**63), 2**62, -(2**62), 2**31, 0])
+def test_integers_that_wrap_around_prove_nothing(far):
+    for mask in (
+        lambda b, h, q, k: q + far > k,
+        lambda b, h, q, k: far - q > k,
+        lambda b, h, q, k: k * far <= q,
+        lambda b, h, q, k: (q - k).abs() * far >= 0,
+        lambda b, h, q, k: q - k < far,
+    ):
+        check_sound(mask, 40, 40, 8)
+
+
 def test_value_sets_decide_unsorted_documents():
     ids = torch.tensor([3, 1, 3, 2, 0]).repeat_interleave(64)
     mask = lambda b, h, q, k: ids[q] == ids[k]

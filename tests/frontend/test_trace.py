@@ -293,6 +293,7 @@ ERRORS = {
     "float mask": (lambda b, h, q, k: q * 1.5, "mask", MaskTypeError, "torch.bool"),
     "float index": (lambda s, b, h, q, k: s + torch.zeros(4)[q * 0.5], "score", CaptureIndexError, "integer"),
     "too many indices": (lambda s, b, h, q, k: s + torch.zeros(4)[q, k], "score", CaptureIndexError, "too many"),
+    "wide number": (lambda b, h, q, k: q - k < 2**70, "mask", TraceError, "64 bits"),
     "unknown": (lambda s, b, h, q, k: torch.cumsum(s, 0), "score", TraceError, "cumsum"),
     "returns nothing": (lambda s, b, h, q, k: None, "score", TraceError, "NoneType"),
     "returns a row": (lambda s, b, h, q, k: torch.zeros(4, 3)[q % 4], "score", TraceError, "one value"),

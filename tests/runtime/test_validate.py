@@ -281,6 +281,11 @@ def test_options_that_are_wrong(options, builtin, fragment):
     assert isinstance(caught.value, errors.OptionError)
 
 
+def test_options_that_are_no_dictionary():
+    with pytest.raises(errors.CallError, match="kernel_options must be a dictionary; got int"):
+        flex_attention(*qkv(), kernel_options=3)
+
+
 def test_flash_has_no_max_scores():
     with pytest.raises(NotImplementedError, match="Returning max scores is not supported with BACKEND='FLASH'"):
         flex_attention(*qkv(), kernel_options={"BACKEND": "FLASH"}, return_aux=AuxRequest(max_scores=True))
