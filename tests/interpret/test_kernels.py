@@ -66,7 +66,8 @@ def test_strides_of_every_kind() -> None:
     transposed = k.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()  # last stride is not 1
     expanded = v.detach()[:, :1].expand(2, 2, 40, 16).requires_grad_()  # stride 0 over heads
     odd = torch.randn(2 * 2 * 40 * 17 + 1)[1:].view(2, 2, 40, 17)[..., :16].requires_grad_()  # offset of one element
-    for tensors in ((q, k, v), (q, transposed, expanded), (odd, k, odd.detach().requires_grad_())):
+    last = q.detach().permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0).requires_grad_()  # out follows this order
+    for tensors in ((q, k, v), (q, transposed, expanded), (odd, k, odd.detach().requires_grad_()), (last, k, v)):
         out = flex_attention(*tensors, mask_mod=lambda b, h, i, j: i >= j, kernel_options=TRITON)
         right, _ = oracle(*tensors, lambda b, h, i, j: i >= j)
         for upstream in (torch.ones(()).expand(out.shape), torch.randn(2, 40, 2, 16).transpose(1, 2)):
@@ -111,7 +112,9 @@ def test_maxima_of_rows() -> None:
     case = Case(1, 2, 2, 40, 45)
     q, k, v = (x.detach() for x in tensors_of(case, torch.float32, CPU))
     score, mask = (lambda s, b, h, i, j: 2 * s - 1), (lambda b, h, i, j: i - 10 >= j)
-    _, aux = flex_attention(q, k, v, score, mask_mod=mask, return_aux=AuxRequest(max_scores=True), kernel_options=TRITON)
+    _, aux = flex_attention(
+        q, k, v, score, mask_mod=mask, return_aux=AuxRequest(max_scores=True), kernel_options=TRITON
+    )
     scores = 2 * (q @ k.mT) * 0.25 - 1
     keep = torch.arange(40)[:, None] - 10 >= torch.arange(45)
     torch.testing.assert_close(aux.max_scores, torch.where(keep, scores, -math.inf).amax(-1), atol=1e-5, rtol=0)
@@ -128,7 +131,9 @@ def test_only_the_kernels_that_are_needed_run() -> None:
         weight = torch.randn_like(out)
         got = torch.autograd.grad((out * weight).sum(), [*qkv, bias][wanted])[0]
         assert set(flexattn.stats().launches) == kernels
-        torch.testing.assert_close(got, torch.autograd.grad((right * weight).sum(), [*qkv, bias][wanted])[0], atol=3e-5, rtol=0)
+        torch.testing.assert_close(
+            got, torch.autograd.grad((right * weight).sum(), [*qkv, bias][wanted])[0], atol=3e-5, rtol=0
+        )
 
 
 def test_numbers_lengths_and_batches_build_nothing_again() -> None:
@@ -138,7 +143,9 @@ def test_numbers_lengths_and_batches_build_nothing_again() -> None:
         out = flex_attention(q, q, q, mask_mod=mask, kernel_options=TRITON)
         got = torch.autograd.grad(out.sum(), q)[0]
         x = q.detach().double().requires_grad_()
-        torch.testing.assert_close(got.double(), torch.autograd.grad(oracle(x, x, x, mask)[0].sum(), x)[0], atol=5e-5, rtol=0)
+        torch.testing.assert_close(
+            got.double(), torch.autograd.grad(oracle(x, x, x, mask)[0].sum(), x)[0], atol=5e-5, rtol=0
+        )
 
     call(5, 1, 33)
     flexattn.reset_stats()
