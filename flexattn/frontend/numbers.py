@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +91,23 @@ class View:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = object.__getattribute__(self, "_target")
         return object.__getattribute__(self, "_tagger")._callable(target)(*args, **kwargs)
+
+
+def _through_view(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """What Python looks up on the class (`for x in module`, `parameters[0]`) done on the object itself, its numbers tagged."""
+
+    def call(view: View, *args: Any) -> Any:
+        target = object.__getattribute__(view, "_target")
+        return object.__getattribute__(view, "_tagger").value(operation(target, *args))
+
+    return call
+
+
+for _name in ("getitem", "contains", "eq", "ne"):
+    setattr(View, f"__{_name}__", _through_view(getattr(operator, _name)))
+_BUILTINS: dict[str, Callable[..., Any]] = {"iter": iter, "len": len, "bool": bool, "hash": hash}
+for _name in _BUILTINS:
+    setattr(View, f"__{_name}__", _through_view(_BUILTINS[_name]))
 
 
 class _NoCustomGradient:

@@ -257,10 +257,11 @@ class MaskMod:
         self.per_head = bool(traced.program.body.deps & (DEP_B | DEP_H))
 
     def dropped(self, positions: Positions) -> Tensor:
-        """Truth values that broadcast to the tile: True where the pair is not kept."""
+        """Truth values of four dimensions that broadcast to the tile: True where the pair is not kept."""
         reads = _Reads()
         (kept,) = self.evaluator.run(self.code, positions, (), reads)
         kept = kept.to(torch.bool)
+        kept = kept if kept.dim() == 4 else kept.reshape(1, 1, 1, 1)  # of a constant, or a captured scalar alone
         if reads.outside and kept.device.type == "cpu":
             reads.check(kept, self.evaluator.traced)
         return ~kept

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexattn.errors import ShapeError
 
-_SAMPLES = 5  # positions at which a broadcast result is compared with a call on scalars
+_SAMPLES = 5  # positions at which a broadcast result is compared with a call on scalars; a prime
 
 
 def oracle(
@@ -116,7 +116,8 @@ def _agrees_on_scalars(mod: Callable[..., Any], value: Tensor, device: torch.dev
         return True
     with torch.no_grad():
         for n in range(_SAMPLES):
-            at = tuple(n * (size - 1) // (_SAMPLES - 1) for size in value.shape)
+            steps = [n * (axis + 1) % _SAMPLES for axis in range(4)]  # no two axes walk alike: a swap of axes shows
+            at = tuple(step * (size - 1) // (_SAMPLES - 1) for step, size in zip(steps, value.shape))
             indices = torch.tensor(at, device=device).unbind()
             one = torch.as_tensor(mod(*(() if score is None else (score[at],)), *indices), device=device)
             if one.numel() != 1 or not torch.allclose(

@@ -365,3 +365,22 @@ def test_out_of_range_reads_are_reported_and_harmless():
     )
     assert torch.equal(got[0, :5], torch.tensor([3.0, 0, 1, 2, 3])) and math.isnan(got[0, 5])
     assert seen[0].tolist() == [[False] * 5 + [True]]
+
+
+class Bands(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.activations = torch.nn.ModuleList([torch.nn.GELU(), torch.nn.Tanh()])
+        self.heads = torch.nn.ParameterDict({"slope": torch.nn.Parameter(torch.randn(4))})
+
+    def forward(self, score, b, h, q_idx, kv_idx):
+        for activation in self.activations:
+            score = activation(score)
+        return score * self.heads["slope"][h] if "slope" in self.heads and len(self.activations) == 2 else score
+
+
+def test_modules_and_objects_that_are_containers():
+    assert str(trace(Bands(), "score").program).startswith("tanh(")
+    assert str(trace(Bands(), "score").program).endswith("*cap0[h]")
+    acts = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+    assert str(trace(lambda s, b, h, q, k: acts(s), "score").program).startswith("tanh(")

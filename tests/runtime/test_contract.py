@@ -45,6 +45,16 @@ def kept_pairs(mask_mod, q_len: int, kv_len: int, device: str) -> int:
 
 # ---------------------------------------------------------------- line 1: empty rows
 @on_devices
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("how", ["constant", "captured"])
+def test_masks_that_are_the_same_everywhere(device, kept, how) -> None:
+    flag = torch.tensor(kept, device=device)
+    mask = {"constant": lambda b, h, i, j: kept, "captured": lambda b, h, i, j: flag}[how]
+    result = check(make_qkv(2, (4, 2), (40, 70), (8, 12), device=device), mask)
+    assert bool(torch.isneginf(result.lse).all()) is not kept
+
+
+@on_devices
 def test_c01_empty_leading_rows(device) -> None:
     mask = lambda b, h, i, j: (i >= j) & (i >= 64)
     qkv = make_qkv(2, (2, 2), (256, 256), (64, 64), dtype=BF16, device=device)

@@ -104,6 +104,12 @@ def test_a_mod_is_defined_on_scalars(mod) -> None:
 LEFT, RIGHT = torch.randn(6, 5), torch.randn(7, 5)
 
 
+def test_a_mod_that_broadcasts_along_the_wrong_axis_is_called_on_scalars() -> None:
+    flags = torch.arange(7)[:, None] % 3 == 0
+    value = call_mod(lambda b, h, i, j: flags[j][0] & (i >= 0), (1, 1, 7, 7), torch.device("cpu"))
+    assert torch.equal(value[0, 0], flags.T.expand(7, 7))  # indexing a broadcast index by [0] would give the transpose
+
+
 def test_wrong_heads_name_the_argument() -> None:
     q, k, v = make_qkv(heads=(4, 2))
     with pytest.raises(ShapeError, match=r"key needs a batch of 2 or 1 .* divides 3"):
