@@ -1,11 +1,11 @@
 # Everything below makes its own environment in .venv the first time it is needed and again when pyproject.toml or
 # constraints.txt change. To use an environment you already have instead: make test PY=/path/to/python
 #
-#   make demo            the main job on real text; pictures go to demo/out   (make demo SHORT=1: under a minute)
+#   make demo            the main job on real text; pictures go to demo/out   (make demo SHORT=1: about a minute)
 #   make test            the fast tests; gpu tests run by themselves where a GPU is present
 #   make test-all        the slow ones too
 #   make notebooks       executes the notebooks
-#   make lint types      ruff, mypy
+#   make lint types      ruff (rules and format), mypy
 #   make bench           the benchmarks; results go to benchmarks/results   (make bench BENCH=--quick)
 #   make clean           removes .venv, caches and demo/out
 
@@ -73,6 +73,7 @@ notebooks: $(READY)
 
 lint: $(READY)
 	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
 
 types: $(READY)
 	@$(PY) -m mypy

@@ -75,7 +75,10 @@ VARIANTS = ("none", "causal", "window", "softcap", "alibi", "documents")
 def inputs(shape: tuple[int, int, int, int]) -> list[torch.Tensor]:
     batch, heads, length, dim = shape
     torch.manual_seed(0)
-    return [torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    return [
+        torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
 
 
 # ---------------------------------------------------------------- timing
@@ -129,13 +132,23 @@ def compare_one(shape: tuple[int, int, int, int], name: str, rounds: int, theirs
     differences = {n: difference(a, b) for n, a, b in zip(("out", "dq", "dk", "dv"), (out, *grads), (out2, *grads2))}
     if max(differences.values()) > 0.02:
         raise SystemExit(f"{name} {shape}: results differ from torch: {differences}")
-    row: dict[str, Any] = {"shape": shape, "variant": name, "difference": differences, "first_call_s": first, "mask_build_ms": mask_ms}
+    row: dict[str, Any] = {
+        "shape": shape,
+        "variant": name,
+        "difference": differences,
+        "first_call_s": first,
+        "mask_build_ms": mask_ms,
+    }
     with torch.no_grad():
         forward = alternate({"ours": ours, "torch": others}, rounds, 4)
-    backward = alternate({"ours": backward_of(out, tensors, grad), "torch": backward_of(out2, tensors, grad)}, rounds, 4)
+    backward = alternate(
+        {"ours": backward_of(out, tensors, grad), "torch": backward_of(out2, tensors, grad)}, rounds, 4
+    )
     flops = 4 * batch * heads * kept * dim
     for direction, times, work in (("forward", forward, flops), ("backward", backward, 2.5 * flops)):
-        row[direction] = {side: {"ms": statistics.median(t), "tflops": work / statistics.median(t) / 1e9} for side, t in times.items()}
+        row[direction] = {
+            side: {"ms": statistics.median(t), "tflops": work / statistics.median(t) / 1e9} for side, t in times.items()
+        }
         row[direction]["speedup"] = statistics.median(b / a for a, b in zip(times["ours"], times["torch"]))
     return row
 
@@ -156,8 +169,16 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         row = compare_one(SHAPES[shape], name, arguments.rounds, theirs)
         for direction in ("forward", "backward"):
             ours, torchs = (round(row[direction][side]["tflops"]) for side in ("ours", "torch"))
-            print(f"{shape} {name} {direction}: {ours} and torch {torchs} TFLOP/s, {row[direction]['speedup']:.3f}x", flush=True)
-        print("   ", {k: f"{v:.1e}" for k, v in row["difference"].items()}, f"mask {row['mask_build_ms']:.1f} ms", flush=True)
+            print(
+                f"{shape} {name} {direction}: {ours} and torch {torchs} TFLOP/s, {row[direction]['speedup']:.3f}x",
+                flush=True,
+            )
+        print(
+            "   ",
+            {k: f"{v:.1e}" for k, v in row["difference"].items()},
+            f"mask {row['mask_build_ms']:.1f} ms",
+            flush=True,
+        )
         rows.append(row)
         save(arguments.out, rows)
     return rows
@@ -199,7 +220,9 @@ def sweep_one(shape: tuple[int, int, int, int], name: str, kernel: str, workers:
         try:
             row["difference"] = max(difference(a, b) for a, b in zip(flat(runs[kernel]()), reference))
             row["ms"] = statistics.median(milliseconds(runs[kernel], 3) for _ in range(3))
-            compiled = next(c for key, c in plan.memo.items() if key[0] == kernel and c.config == config).kernel.compiled
+            compiled = next(
+                c for key, c in plan.memo.items() if key[0] == kernel and c.config == config
+            ).kernel.compiled
             row |= {"tflops": flops / row["ms"] / 1e9, "registers": compiled.n_regs, "spills": compiled.n_spills}
             row["shared"] = compiled.metadata.shared
         except Exception as error:  # a configuration that does not build is a result of the sweep

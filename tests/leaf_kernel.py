@@ -33,7 +33,9 @@ def apply_leaf(OUT, SCORE, caps, LEAF: tl.constexpr, IS_MASK: tl.constexpr, ROWS
     tl.store(OUT + at, value)
 
 
-def spec_of(traced: Traced, *, dtype: str = "fp32", interpreted: bool = False, kernel: str = "forward", **fields: Any) -> KernelSpec:
+def spec_of(
+    traced: Traced, *, dtype: str = "fp32", interpreted: bool = False, kernel: str = "forward", **fields: Any
+) -> KernelSpec:
     """A spec whose only program is `traced`."""
     program, binding = traced
     layout = TensorLayout(dtype, True, True, False)

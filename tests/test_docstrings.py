@@ -22,10 +22,10 @@ NAMES: dict[str, Any] = {  # what an example may use beside its own module
     "torch": torch, "flexattn": flexattn, "create_block_mask": create_block_mask, "mods": mods, "trace": trace,
     "target_of": target_of, "TileConfig": TileConfig,
 }  # fmt: skip
-OBJECTS = [getattr(flexattn, n) for n in flexattn.__all__]
-PUBLIC = [x for x in OBJECTS if inspect.isclass(x) or inspect.isfunction(x)]
-PUBLIC = [x for x in PUBLIC if x not in (flexattn.or_masks, flexattn.noop_mask)]  # and_masks has the example for all three
-PUBLIC += [x for x in vars(mods).values() if inspect.isfunction(x) and x.__module__ == "flexattn.mods" and x.__name__[0] != "_"]
+SHOWN_ELSEWHERE = {"or_masks", "noop_mask"}  # by and_masks
+OBJECTS = [getattr(flexattn, n) for n in flexattn.__all__ if n not in SHOWN_ELSEWHERE]
+MODS = [x for n, x in vars(mods).items() if inspect.isfunction(x) and x.__module__ == mods.__name__ and n[0] != "_"]
+PUBLIC = [x for x in OBJECTS if inspect.isclass(x) or inspect.isfunction(x)] + MODS
 
 
 @pytest.mark.filterwarnings("default")

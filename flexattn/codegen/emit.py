@@ -60,13 +60,14 @@ class KernelSource:
         names = ["softmax.py", "tiles.py", *(["leaf_ops.py"] if self.leaf_text else []), f"{self.module}.py"]
         parts += ["", self.leaf_text or "# (no generated functions)"]
         for name in names:
-            parts += [f"\n# ---------------------------------------------------------------- {name}", (folder / name).read_text()]
+            parts += [f"\n# {'-' * 64} {name}", (folder / name).read_text()]
         return "\n".join(parts)
 
     def _facts(self) -> list[str]:
         spec, config = self.spec, self.spec.config
-        lines = [f"{self.function} for sm_{spec.target.arch}" if spec.target.arch else f"{self.function} for the interpreter"]
-        lines += [f"BLOCK_M {config.BLOCK_M}, BLOCK_N {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"]
+        lines = [f"{self.function} for {'the interpreter' if spec.target.is_interpreter else f'sm_{spec.target.arch}'}"]
+        lines += [f"BLOCK_M {config.BLOCK_M}, BLOCK_N {config.BLOCK_N}"]
+        lines += [f"{config.num_warps} warps, {config.num_stages} stages"]
         lines += [f"qk_dim {spec.qk_dim}, v_dim {spec.v_dim}, {spec.layouts[0].dtype}"]
         lines += [f"score = {spec.score}"] if spec.score else []
         lines += [f"mask = {spec.mask}"] if spec.mask else []
@@ -131,6 +132,7 @@ class _Arguments:
         self.tensor(name, TensorLayout(dtype, True, dim * (4 if dtype == "fp32" else 2) % 16 == 0, False), strides)
 
     def plain(self, **types: Any) -> None:
+        """Arguments whose types are given as they are."""
         self.types.update(types)
 
     def captures(self) -> None:
@@ -138,8 +140,8 @@ class _Arguments:
         flat: list[str] = []
         for layout in self.spec.captures:
             flat += [f"*{layout.dtype}", *["i64" if layout.is_wide else "i32"] * (2 * layout.rank)]
-        kinds = (self.spec.score.numbers if self.spec.score else ()) + (self.spec.mask.numbers if self.spec.mask else ())
-        flat += [("fp32" if kind == "float" else "i64" if wide else "i32") for kind, wide in zip(kinds, self.spec.wide_numbers)]
+        for kind, wide in zip(self.spec.number_kinds, self.spec.wide_numbers):
+            flat.append("fp32" if kind == "float" else "i64" if wide else "i32")
         self.types["caps"] = tuple(flat) or ("i32",)
 
 

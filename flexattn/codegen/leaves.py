@@ -31,8 +31,7 @@ def arguments_of(spec: KernelSpec) -> tuple[Arguments, Arguments]:
         slots.append(CaptureSlots(at, layout.rank, layout.dtype, layout.is_wide))
         at += 1 + 2 * layout.rank
     scores = len(spec.score.captures) if spec.score else 0
-    kinds = (spec.score.numbers if spec.score else ()) + (spec.mask.numbers if spec.mask else ())
-    numbers = tuple((at + i, kind, spec.wide_numbers[i]) for i, kind in enumerate(kinds))
+    numbers = tuple((at + i, kind, spec.wide_numbers[i]) for i, kind in enumerate(spec.number_kinds))
     split = len(spec.score.numbers) if spec.score else 0
     return Arguments(tuple(slots[:scores]), numbers[:split]), Arguments(tuple(slots[scores:]), numbers[split:])
 

@@ -21,7 +21,7 @@ from flexattn.frontend.ops import OPS
 
 Range = tuple[int, int]
 EVERYTHING: Range = (-(1 << 63), (1 << 63) - 1)
-_FLOATS = {torch.float32: "tl.float32", torch.float64: "tl.float64", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
+_FLOATS = {getattr(torch, name): f"tl.{name}" for name in ("float16", "bfloat16", "float32", "float64")}
 _FP16_FORMS = {"leaf_ops.tanh({0})": "leaf_ops.tanh_exp2({0})"}
 _DEEPEST = 6  # operators nested in one line before a temporary is named
 
@@ -44,9 +44,11 @@ class CaptureSlots(NamedTuple):
     is_wide: bool
 
     def size(self, axis: int) -> str:
+        """Text of the size of a dimension."""
         return f"caps[{self.pointer + 1 + axis}]"
 
     def stride(self, axis: int) -> str:
+        """Text of the stride of a dimension, in elements."""
         return f"caps[{self.pointer + 1 + self.rank + axis}]"
 
 
@@ -165,9 +167,12 @@ class Printer:
         operand_type = node.args[-1].dtype
         if operand_type == torch.int64:
             return self._integer(node, args)
-        kind = "tl.int1" if operand_type == torch.bool else "tl.float32" if operand_type.itemsize == 2 else _FLOATS[operand_type]
+        if operand_type == torch.bool:
+            kind = "tl.int1"
+        else:
+            kind = _FLOATS[torch.float64 if operand_type == torch.float64 else torch.float32]
         first = args[:1] if node.op == "where" else []
-        args = first + [_to(a, kind) for a in args[len(first):]]
+        args = first + [_to(a, kind) for a in args[len(first) :]]
         value = _apply(self._form(node.op, operand_type), args, "tl.int1" if node.dtype == torch.bool else kind)
         return value if node.dtype == torch.bool else _to(value, _FLOATS[node.dtype])
 
@@ -183,12 +188,13 @@ class Printer:
 
     def _integer(self, node: Expr, args: list[Value]) -> Value:
         condition = args[:1] if node.op == "where" else []
-        operands = args[len(condition):]
+        operands = args[len(condition) :]
         result = EVERYTHING if node.dtype == torch.bool else integer_range(node.op, [a.range for a in operands])
         ranges = [a.range for a in operands] + ([] if node.dtype == torch.bool else [result])
         kind = "tl.int32" if all(_fits(r) for r in ranges) else "tl.int64"
         form = self._division(node, operands) or self._form(node.op, torch.int64)
-        value = _apply(form, condition + [_to(a, kind) for a in operands], "tl.int1" if node.dtype == torch.bool else kind)
+        operands = [_to(a, kind) for a in operands]
+        value = _apply(form, condition + operands, "tl.int1" if node.dtype == torch.bool else kind)
         return value._replace(range=result)
 
     def _division(self, node: Expr, operands: list[Value]) -> str | None:
@@ -203,7 +209,7 @@ class Printer:
 # ---------------------------------------------------------------- text
 def _apply(form: str, args: Sequence[Value], kind: str) -> Value:
     is_call = form.split("(")[0].replace(".", "").replace("_", "").isalnum()
-    if form.startswith("leaf_ops.") and "_by(" not in form:  # a literal would arrive as a constexpr, which has no tensor methods
+    if form.startswith("leaf_ops.") and "_by(" not in form:  # a literal would be a constexpr, without tensor methods
         args = [materialise(a, kind) for a in args]
     texts = [a.text if a.depth == 0 or is_call else f"({a.text})" for a in args]
     if form == "{0} != {0}" and args[0].depth:
@@ -241,7 +247,9 @@ def _cast(value: Value, source: torch.dtype, dtype: torch.dtype) -> Value:
 
 def _machine_float(dtype: torch.dtype) -> str:
     if dtype not in _FLOATS:
-        raise UnsupportedError("kernels cannot compute in this data type", given=dtype, hint="cast to a float or integer type")
+        raise UnsupportedError(
+            "kernels cannot compute in this data type", given=dtype, hint="cast to a float or integer type"
+        )
     return _FLOATS[dtype]
 
 
@@ -258,8 +266,9 @@ def _constant(value: object, dtype: torch.dtype) -> Value:
     else:
         text = repr(real) if real >= 0 else f"({real!r})"
     kind = _FLOATS[dtype]
-    is_plain = kind != "tl.float64" and (real == 0 or not math.isfinite(real) or 2.0**-126 <= abs(real) <= 3.4028234663852886e38)
-    return Value(text, "literal") if is_plain else Value(f"tl.full([], {text}, {kind})", kind)
+    single = torch.finfo(torch.float32)
+    is_normal = real == 0 or not math.isfinite(real) or single.tiny <= abs(real) <= single.max
+    return Value(text, "literal") if is_normal and kind != "tl.float64" else Value(f"tl.full([], {text}, {kind})", kind)
 
 
 def _loaded(text: str, storage: str, dtype: torch.dtype) -> Value:

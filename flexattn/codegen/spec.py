@@ -32,7 +32,11 @@ def type_name(dtype: torch.dtype) -> str:
     """Triton's name of a captured tensor's storage type; truth values are read as bytes."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise DTypeError("kernels cannot read a captured tensor's data type", given=dtype, hint="convert it, for example with .float()")
+        raise DTypeError(
+            "kernels cannot read a captured tensor's data type",
+            given=dtype,
+            hint="convert it, for example with .float()",
+        )
     return name
 
 
@@ -95,7 +99,13 @@ class KernelSpec:
     has_d_lse: bool = False
 
     @property
+    def number_kinds(self) -> tuple[str, ...]:
+        """'int' or 'float' for each number of the score program, then of the mask program."""
+        return tuple(kind for program in (self.score, self.mask) if program is not None for kind in program.numbers)
+
+    @property
     def dialect(self) -> str:
+        """Whose spelling of an operation the leaves use."""
         return "triton_interpret" if self.target.is_interpreter else "triton"
 
     @property

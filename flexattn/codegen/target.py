@@ -32,6 +32,7 @@ class Target:
 
     @property
     def is_interpreter(self) -> bool:
+        """Whether this stands for Triton's interpreter."""
         return self.arch == 0
 
     @property

@@ -46,6 +46,7 @@ class TileProblem:
 
     @property
     def pad(self) -> int:
+        """The larger of the two padded head dims."""
         return max(self.qk_pad, self.v_pad)
 
 
@@ -153,7 +154,8 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
     probabilities = m * n * (size if problem.kernel == "forward" else 2 * size)
     gathers = problem.gathers * m * n * 4 * config.num_stages
     rows = 2 * m * 4 * config.num_stages
-    twice = m * problem.pad * size if problem.kernel == "dkdv" and config.num_stages == 1 and size == 2 else 0  # q in two layouts
+    has_q_twice = problem.kernel == "dkdv" and config.num_stages == 1 and size == 2  # in two layouts
+    twice = m * problem.pad * size if has_q_twice else 0
     return kept + buffers * streamed + twice + probabilities + gathers + rows + 1024
 
 
@@ -184,7 +186,8 @@ def candidates(
         OptionError: The caller's tiles do not fit.
     """
     gathers = sum(gathers_of(p) for p in programs if p is not None)
-    problem = TileProblem(kernel, target, element_bytes, *tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES, gathers)
+    pads, is_short = tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES
+    problem = TileProblem(kernel, target, element_bytes, *pads, is_short, gathers)
     found = _preferred(problem)
     return found if options is None else _with_options(problem, found, options)
 
@@ -220,8 +223,8 @@ def _listed(problem: TileProblem) -> list[TileConfig]:
     rows = [configs for pad, configs in families[problem.kernel] if pad >= problem.pad]
     listed = [TileConfig(*c) for configs in rows for c in configs]
     gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128
-    first = [*(_SHORT if problem.is_short and problem.kernel == "forward" else ())]
-    return [*first, *(_GATHERING[problem.kernel] if gathering else ()), *listed]
+    short = problem.is_short and problem.kernel == "forward"
+    return [*(_SHORT if short else ()), *(_GATHERING[problem.kernel] if gathering else ()), *listed]
 
 
 def _with_options(problem: TileProblem, found: tuple[TileConfig, ...], options: Any) -> tuple[TileConfig, ...]:

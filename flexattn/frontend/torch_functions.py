@@ -284,7 +284,9 @@ def _to(t: Trace, x: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
 def _constant(t: Trace, like: Any, value: Any, size: Any, dtype: Any) -> Any:
     """A constant scalar, as torch's own and_masks and noop_mask make it; the device is the mod's anyway."""
     if tuple(size) not in ((), (1,)):
-        raise error("a mod can only make scalars", given=f"size {tuple(size)}", hint="capture a tensor made outside the mod")
+        raise error(
+            "a mod can only make scalars", given=f"size {tuple(size)}", hint="capture a tensor made outside the mod"
+        )
     made = t.wrap(convert(t.operand(value), promote([t.operand(like)])))
     return made if dtype is None else _cast(t, made, dtype)
 

@@ -59,6 +59,7 @@ class InterpretedKernel:
         self.constants = {**source.constexprs, **leaf_arguments(source)}
 
     def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
+        """Runs `programs` programs one after the other."""
         if programs <= 0:
             return
         typed = {name: _typed(arguments[name], kind) for name, kind in self.source.signature.items()}
@@ -76,7 +77,8 @@ def _typed(value: Any, kind: Any) -> Any:
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    scalar, numpy_type = {"i32": (tl.int32, np.int32), "i64": (tl.int64, np.int64), "fp32": (tl.float32, np.float32)}[kind]
+    types = {"i32": (tl.int32, np.int32), "i64": (tl.int64, np.int64), "fp32": (tl.float32, np.float32)}
+    scalar, numpy_type = types[kind]
     return tl.tensor(TensorHandle(np.array([value], dtype=numpy_type), scalar), scalar)
 
 
@@ -184,12 +186,13 @@ def _make(key: tuple[KernelSpec, int]) -> Any:
         raise _FAILED[spec]
     try:
         source = emit(spec)
-        kernel: Any = InterpretedKernel(source) if spec.target.is_interpreter else Kernel(source, _loaded(build(source)))
+        interpreted = spec.target.is_interpreter
+        kernel: Any = InterpretedKernel(source) if interpreted else Kernel(source, _loaded(build(source)))
     except Exception as error:
         _FAILED[spec] = error
         raise
-    config = spec.config
-    stats.record_build(spec.kernel, f"tiles {config.BLOCK_M}x{config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages")
+    tiles, warps = f"tiles {spec.config.BLOCK_M}x{spec.config.BLOCK_N}", f"{spec.config.num_warps} warps"
+    stats.record_build(spec.kernel, f"{tiles}, {warps}, {spec.config.num_stages} stages")
     _KERNELS[key] = kernel
     return kernel
 
@@ -200,7 +203,9 @@ def _loaded(compiled: Any) -> Any:
     return compiled
 
 
-def first_that_builds(specs: Sequence[KernelSpec], device: torch.device) -> tuple[KernelSpec, Kernel | InterpretedKernel]:
+def first_that_builds(
+    specs: Sequence[KernelSpec], device: torch.device
+) -> tuple[KernelSpec, Kernel | InterpretedKernel]:
     """The first spec of a preference list that compiles and fits; each failure is announced.
 
     Raises:
@@ -233,4 +238,13 @@ def clear() -> None:
         _FAILED.clear()
 
 
-__all__ = ["InterpretedKernel", "Kernel", "build", "clear", "first_that_builds", "jit_function", "kernel_for", "leaf_module"]
+__all__ = [
+    "InterpretedKernel",
+    "Kernel",
+    "build",
+    "clear",
+    "first_that_builds",
+    "jit_function",
+    "kernel_for",
+    "leaf_module",
+]

@@ -253,7 +253,9 @@ def _table_stand_in(arguments: dict[str, Any], anything: Tensor) -> None:
 
 
 # ---------------------------------------------------------------- backward kernels
-def run_delta(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Any]:
+def run_delta(
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+) -> dict[str, Any]:
     """Runs the pre-pass; returns the arguments both gradient kernels share."""
     batch, heads, q_len, v_dim = out.shape
     target = devices.target_for(out.device)
@@ -296,7 +298,9 @@ def run_dq(
     return dq, tuple(by_slot.get(i) for i in range(len(need_captures)))
 
 
-def run_dkdv(problem: Problem, plan: Plan, common: dict[str, Any], need_k: bool, need_v: bool) -> tuple[Tensor | None, Tensor | None]:
+def run_dkdv(
+    problem: Problem, plan: Plan, common: dict[str, Any], need_k: bool, need_v: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """dk and dv in their tensors' dtypes; no launch where neither is needed."""
     if not need_k and not need_v:
         return None, None

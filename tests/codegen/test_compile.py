@@ -13,7 +13,9 @@ from flexattn.codegen.tile_config import shared_bytes
 from tests.codegen.compiled import LEAVES, Resources, compile_and_measure, preferred, problem_of, spec_of
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile"
+)
 ARCHES = (80, 89, 90, 100, 120)
 INSTRUCTION = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 # Bytes of registers the preferred tiles may spill; backward tiles hold two accumulators and use every register.
@@ -33,7 +35,8 @@ def compiled(tmp_path: Path, kernel: str, spills: int | None = None, **what: obj
     assert used.shared <= limit
     assert kernel == "delta" or used.shared <= shared_bytes(spec.config, problem_of(spec)) <= limit
     assert used.spills <= (SPILLS[kernel] if spills is None else spills), used
-    assert used.notes == () or spec.captures, "the assembler serialises wgmma"  # captured reads inside the loop may make it
+    # captured reads inside the loop may make the assembler serialise wgmma
+    assert used.notes == () or spec.captures, "the assembler serialises wgmma"
     return binary.asm["ptx"], used
 
 

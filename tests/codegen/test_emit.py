@@ -124,7 +124,11 @@ def test_captured_gradients_are_summed_over_the_axes_the_read_does_not_depend_on
     spec = spec_with(score=score, kernel="dq", capture_grads=(0, 1, 2))
     text = leaf_functions(spec)["CAPTURE_GRAD"]
     sums = [line.strip() for line in text.splitlines() if "leaf_ops.total" in line]
-    assert [line.split("= ")[1] for line in sums] == ["leaf_ops.total(g0, 0)", "leaf_ops.total(g0, 1)", "leaf_ops.total(g1, 1)"]
+    assert [line.split("= ")[1] for line in sums] == [
+        "leaf_ops.total(g0, 0)",
+        "leaf_ops.total(g0, 1)",
+        "leaf_ops.total(g1, 1)",
+    ]
     assert text.count("tl.atomic_add") == 3
 
 
@@ -145,7 +149,9 @@ def test_argument_types_follow_from_facts_only() -> None:
 
 
 def test_readable_text_is_one_file_that_parses() -> None:
-    text = emit(spec_with(score=lambda s, b, h, i, j: torch.tanh(s), mask=lambda b, h, i, j: i >= j, kernel="dkdv")).readable()
+    text = emit(
+        spec_with(score=lambda s, b, h, i, j: torch.tanh(s), mask=lambda b, h, i, j: i >= j, kernel="dkdv")
+    ).readable()
     ast.parse(text)
     assert "score = tanh(score)" in text and "def attention_backward_dkdv" in text and "def score_grad" in text
 
@@ -155,7 +161,8 @@ def test_layout_facts() -> None:
     assert tensor_layout(x) == TensorLayout("bf16", True, True, False)
     assert tensor_layout(x[..., 1:33]) == TensorLayout("bf16", True, False, False)
     assert tensor_layout(x.transpose(2, 3)) == TensorLayout("bf16", False, False, False)
-    assert tensor_layout(x[:, :, :, :46]).is_aligned and not tensor_layout(torch.zeros(1, 1, 3, 46, dtype=torch.bfloat16)).is_aligned
+    assert tensor_layout(x[:, :, :, :46]).is_aligned
+    assert not tensor_layout(torch.zeros(1, 1, 3, 46, dtype=torch.bfloat16)).is_aligned
     huge = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 1, 300, 64)
     assert not tensor_layout(huge).is_wide
     assert tensor_layout(torch.empty(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (1, 1, 1 << 25, 1))).is_wide
@@ -169,7 +176,13 @@ def test_layout_facts() -> None:
 
 def test_hopper_tiles_of_keys_and_values_have_one_swizzle():
     """A narrow value tile that shares a buffer with a wider key tile is miscompiled there (ptxas 12.8)."""
-    expected_pads = {(17, 4): (32, 32), (64, 8): (64, 64), (8, 256): (64, 256), (256, 16): (256, 64), (128, 64): (128, 64)}
+    expected_pads = {
+        (17, 4): (32, 32),
+        (64, 8): (64, 64),
+        (8, 256): (64, 256),
+        (256, 16): (256, 64),
+        (128, 64): (128, 64),
+    }
     for (qk_dim, v_dim), expected in expected_pads.items():
         assert tile_dims(qk_dim, v_dim, target_of(90)) == expected
         assert tile_dims(qk_dim, v_dim, target_of(80)) == (padded(qk_dim), padded(v_dim))
@@ -186,7 +199,11 @@ def test_a_caller_s_tiles_are_honoured_or_refused() -> None:
     assert tiles("dq", BLOCK_M2=32)[0].BLOCK_M == 32
     assert tiles("dq", BLOCK_M1=32) == tiles("dq")
     assert len(tiles("forward")) == 3
-    refused = {"power of two": {"BLOCK_M": 512}, "num_stages": {"num_stages": 9}, "shared memory": {"BLOCK_M": 256, "BLOCK_N": 256}}
+    refused = {
+        "power of two": {"BLOCK_M": 512},
+        "num_stages": {"num_stages": 9},
+        "shared memory": {"BLOCK_M": 256, "BLOCK_N": 256},
+    }
     for rule, wrong in refused.items():
         with pytest.raises(OptionError, match=rule):
             tiles("forward", **wrong)

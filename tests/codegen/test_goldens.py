@@ -20,7 +20,9 @@ def test_generated_text_is_the_golden_one(name):
     kept = path.read_text() if path.exists() else None
     if kept != text and UPDATE:
         path.write_text(text)
-    assert kept == text, f"{path.name} is stale" + ("; rewritten, look at the difference and commit it" if UPDATE else "")
+    assert kept == text, f"{path.name} is stale" + (
+        "; rewritten, look at the difference and commit it" if UPDATE else ""
+    )
 
 
 def test_no_golden_is_left_over():

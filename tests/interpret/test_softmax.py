@@ -29,4 +29,6 @@ def test_exact_powers_of_two():
     assert ((out.double() - right).abs() / right).mean() < 2.5e-8
     x[:6] = torch.tensor([-math.inf, math.inf, math.nan, -200.0, 200.0, -126.0])
     _powers[(1,)](out, x, 4096)
-    assert out[:2].tolist() == [0.0, math.inf] and math.isnan(out[2]) and out[3:6].tolist() == [0.0, math.inf, 2.0**-126]
+    assert (
+        out[:2].tolist() == [0.0, math.inf] and math.isnan(out[2]) and out[3:6].tolist() == [0.0, math.inf, 2.0**-126]
+    )

@@ -33,7 +33,8 @@ LARGE = {
 def _fresh_memory_is_nan() -> None:
     """Every uninitialised allocation starts as NaN, so a value that is never written shows."""
     for size in (1 << 28, 1 << 22, 1 << 16):
-        torch.full((size // 4,), math.nan, device=GPU)  # goes back to the allocator's pool, from which the next ones come
+        # goes back to the allocator's pool, from which the next ones come
+        torch.full((size // 4,), math.nan, device=GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +88,9 @@ def test_strides_of_every_kind() -> None:
         results = []
         for inputs in (strided, packed):
             out = flex_attention(*inputs, mask_mod=causal)
-            results.append([out, *torch.autograd.grad(out, inputs, torch.ones((), device=GPU, dtype=out.dtype).expand(out.shape))])
+            results.append(
+                [out, *torch.autograd.grad(out, inputs, torch.ones((), device=GPU, dtype=out.dtype).expand(out.shape))]
+            )
         for a, b in zip(*results):
             torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
@@ -219,4 +222,3 @@ def test_inputs_on_the_second_gpu_while_the_first_is_current() -> None:
     torch.cuda.set_device(0)
     check(Case(1, 2, 2, 300, 300, 64, 64, plain(causal)), other, torch.bfloat16)
     assert torch.cuda.current_device() == 0
-
