@@ -31,7 +31,7 @@ SHOWN = 4096  # tokens in the pictures
 def main() -> int:
     """Runs the steps in order; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="under a minute: shorter training, smaller comparison")
+    parser.add_argument("--short", action="store_true", help="about a minute: shorter training, smaller comparison")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     device = torch.device(options.device)

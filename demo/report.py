@@ -23,6 +23,7 @@ class Progress:
         self.label, self.total = label, total
         self.live = sys.stdout.isatty()
         self.last = float("-inf")
+        self.note = ""
 
     def __enter__(self) -> Progress:
         return self
@@ -35,8 +36,6 @@ class Progress:
             self.show(self.total, self.note)
         if self.live:
             print()
-
-    note = ""
 
     def show(self, done: float, note: str = "") -> None:
         """done: of `total`, in its unit; drawn at most ten times a second."""
