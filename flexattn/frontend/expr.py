@@ -68,6 +68,7 @@ _POOL: dict[tuple[Any, ...], Expr] = {}
 
 
 def intern(op: str, args: tuple[Expr, ...], attr: Any, dtype: torch.dtype) -> Expr:
+    """The one node of this structure; it must be typed already."""
     shown = attr if not isinstance(attr, float) else attr.hex()  # 0.0 and -0.0 differ, and every nan is the same
     key = (op, args, type(attr), shown, dtype)
     node = _POOL.get(key)
@@ -115,6 +116,7 @@ def _category(dtype: torch.dtype) -> int:
 
 
 def is_floating(dtype: torch.dtype) -> bool:
+    """Whether values of this type are floats."""
     return _category(dtype) == 2
 
 
@@ -182,12 +184,9 @@ def make(op: str, *operands: Operand) -> Expr:
     if row.domain == "where":
         condition = operands[0]
         dtype = promote(operands[1:])
-        cond = (
-            convert(condition, torch.bool)
-            if not (isinstance(condition, Expr) and condition.dtype == torch.bool)
-            else condition
+        return _finish(
+            op, (convert(condition, torch.bool), convert(operands[1], dtype), convert(operands[2], dtype)), dtype
         )
-        return _finish(op, (cond, convert(operands[1], dtype), convert(operands[2], dtype)), dtype)
     dtype = promote(operands)
     kind = _category(dtype)
     if row.domain in ("round", "predicate") and kind != 2:
@@ -241,10 +240,6 @@ def topological(roots: Sequence[Expr]) -> list[Expr]:
             seen.add(node)
             stack.append((node, True))
             stack.extend((a, False) for a in reversed(node.args) if a not in seen)
-    return _unique(order)
-
-
-def _unique(order: list[Expr]) -> list[Expr]:
     return list(dict.fromkeys(order))
 
 

@@ -38,6 +38,7 @@ class _Functions:
 
     @staticmethod
     def cast_like(x: Expr, like: Expr) -> Expr | None:
+        """x in the type of `like`; None where that has no gradient."""
         return convert(x, like.dtype) if like.dtype.is_floating_point else None
 
 

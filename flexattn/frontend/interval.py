@@ -50,6 +50,7 @@ class Table:
 
     @property
     def is_sorted(self) -> bool:
+        """Whether no row of the tensor falls anywhere."""
         if self._sorted is None:
             rows = self.data.reshape(-1, self.shape[-1]) if self.shape else self.data.reshape(1, -1)
             self._sorted = bool((rows[:, 1:] >= rows[:, :-1]).all())

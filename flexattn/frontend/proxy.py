@@ -32,6 +32,7 @@ class Trace:
         self.sources: dict[Expr, Source] = {}
 
     def capture(self, tensor: torch.Tensor) -> int:
+        """The slot of a captured tensor, the same for the same object."""
         for slot, known in enumerate(self.captures):
             if known is tensor:
                 return slot
@@ -51,9 +52,7 @@ class Trace:
                 x.slot = len(self.numbers)
                 self.numbers.append(x)
             return NumberRef(x.slot, "int" if isinstance(x, IntArg) else "float")
-        if isinstance(x, bool):
-            return x
-        if isinstance(x, (int, float)):
+        if isinstance(x, (bool, int, float)):
             return x
         if isinstance(x, torch.Tensor):
             return self.scalar(x)
@@ -70,6 +69,7 @@ class Trace:
         return x
 
     def scalar(self, tensor: torch.Tensor) -> Expr:
+        """A captured tensor of one element, of any rank, as a value."""
         if tensor.numel() != 1:
             raise error(
                 "a captured tensor must be indexed down to one element",
@@ -89,6 +89,7 @@ class Trace:
         return load(self.capture(flat), flat.dtype, ())
 
     def wrap(self, node: Expr) -> Proxy:
+        """A proxy of a node, whose user line is remembered if this trace does so."""
         if self.remember and node not in self.sources and (where := user_source()):
             self.sources[node] = where
         return Proxy(node, self)
@@ -183,29 +184,20 @@ class Proxy:
 
 
 def _install_operators(cls: Any) -> None:
-    names = {
-        "add": "add",
-        "sub": "sub",
-        "mul": "mul",
-        "truediv": "truediv",
-        "floordiv": "floordiv",
-        "mod": "mod",
-        "and": "and",
-        "or": "or",
-        "xor": "xor",
-        "lshift": "lshift",
-        "rshift": "rshift",
-    }
-    for dunder, op in names.items():
-        setattr(cls, f"__{dunder}__", lambda self, other, _op=op: self.trace.call(_op, self, self.trace.outside(other)))
-        setattr(
-            cls, f"__r{dunder}__", lambda self, other, _op=op: self.trace.call(_op, self.trace.outside(other), self)
-        )
-        setattr(
-            cls, f"__i{dunder}__", lambda self, other, _op=op: self.trace.call(_op, self, self.trace.outside(other))
-        )
+    """Python's operators, which have the names of table operations."""
+
+    def forward(op: str) -> Handler:
+        return lambda self, other: self.trace.call(op, self, self.trace.outside(other))
+
+    def reflected(op: str) -> Handler:
+        return lambda self, other: self.trace.call(op, self.trace.outside(other), self)
+
+    for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+        setattr(cls, f"__{op}__", forward(op))
+        setattr(cls, f"__i{op}__", forward(op))
+        setattr(cls, f"__r{op}__", reflected(op))
     for op in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(cls, f"__{op}__", lambda self, other, _op=op: self.trace.call(_op, self, self.trace.outside(other)))
+        setattr(cls, f"__{op}__", forward(op))
     cls.__neg__ = lambda self: self.trace.call("neg", self)
     cls.__pos__ = lambda self: self
     cls.__abs__ = lambda self: self.trace.call("abs", self)
@@ -295,6 +287,7 @@ class Row:
 
     @staticmethod
     def zip(trace: Trace, op: str, args: Sequence[Any]) -> Row:
+        """A table operation element by element; scalars and rows of one element broadcast."""
         rows = [row_items(trace, a) for a in args]
         n = max(len(r) for r in rows if r is not None)
         if any(r is not None and len(r) not in (1, n) for r in rows):
@@ -306,6 +299,7 @@ class Row:
         return Row(trace, [element(i) for i in range(n)])
 
     def reduce(self, op: str) -> Any:
+        """The elements joined from the first to the last."""
         total = self.items[0]
         for item in self.items[1:]:
             total = self.trace.call(op, total, item)
@@ -327,6 +321,7 @@ def row_items(trace: Trace, x: Any) -> list[Any] | None:
 
 # ---------------------------------------------------------------- how torch reaches a proxy
 def unsupported(name: str) -> FlexError:
+    """The error for a function that is not in FUNCTIONS, with what to write instead."""
     hints = {
         "item": "keep the value as a tensor: a captured tensor may be used directly",
         "tolist": "keep the value as a tensor",

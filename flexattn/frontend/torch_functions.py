@@ -264,12 +264,9 @@ def _addcmul(t: Trace, x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
     return t.call("add", x, t.call("mul", t.call("mul", a, b), value))
 
 
-@_function("rad2deg", "deg2rad", "positive", "clone", "contiguous", "squeeze", "alias", "requires_grad", "cpu", "cuda")
+@_function("positive", "clone", "contiguous", "squeeze", "alias", "cpu", "cuda")
 def _identity(t: Trace, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
-
-
-del FUNCTIONS["rad2deg"], FUNCTIONS["deg2rad"], FUNCTIONS["requires_grad"]
 
 
 # ---------------------------------------------------------------- casts
@@ -484,17 +481,14 @@ def _amin(t: Trace, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return _row(t, x).reduce("minimum")
 
 
-@_function("max", "fmax")
+@_function("max")  # not fmax and fmin: they ignore NaN, which maximum and minimum do not
 def _max(t: Trace, x: Any, other: Any = None) -> Any:
     return t.call("maximum", x, other) if other is not None else _amax(t, x)
 
 
-@_function("min", "fmin")
+@_function("min")
 def _min(t: Trace, x: Any, other: Any = None) -> Any:
     return t.call("minimum", x, other) if other is not None else _amin(t, x)
-
-
-del FUNCTIONS["fmax"], FUNCTIONS["fmin"]  # they ignore NaN, which minimum and maximum do not
 
 
 @_function("dot", "inner", "vdot", "matmul")
