@@ -50,6 +50,21 @@ def make_qkv(
     return q, k, v
 
 
+def square_qkv(
+    *,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    q_len: int = 40,
+    kv_len: int = 40,
+    qk_dim: int = 16,
+    v_dim: int = 24,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`make_qkv` with every size by name and, by default, as many keys as queries and a key head for each query head."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    return make_qkv(heads=(heads, kv_heads), lengths=(q_len, kv_len), dims=(qk_dim, v_dim), **options)
+
+
 @contextmanager
 def nan_filled_allocations() -> Iterator[None]:
     """Every torch.empty inside is full of NaN (the greatest value for integers): what is not written shows."""

@@ -16,8 +16,10 @@ import flexattn.runtime.plan
 from flexattn import AuxOutput, AuxRequest, BlockMask, create_block_mask, flex_attention
 from flexattn.runtime import settings
 from flexattn.runtime.reference import oracle
+from tests.helpers import square_qkv
 
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+qkv = functools.partial(square_qkv, requires_grad=False)
 TABLE = torch.linspace(-1, 1, 4 * 80).view(4, 80)
 IDS = torch.tensor([0] * 11 + [1] * 13 + [2] * 16)
 
@@ -26,14 +28,6 @@ def close(actual, expected, *, atol=2e-5):
     expected = expected.to(actual.dtype)
     assert torch.isfinite(actual).all()
     assert (actual - expected).abs().max() <= atol * max(1.0, expected.abs().max())
-
-
-def qkv(
-    *, batch=2, heads=4, kv_heads=None, q_len=40, kv_len=40, qk_dim=16, v_dim=24, dtype=torch.float32, kv_batch=None
-):
-    kv = (batch if kv_batch is None else kv_batch, heads if kv_heads is None else kv_heads, kv_len)
-    sizes = ((batch, heads, q_len, qk_dim), (*kv, qk_dim), (*kv, v_dim))
-    return tuple(torch.randn(size, dtype=dtype) for size in sizes)
 
 
 # ---------------------------------------------------------------- the surface

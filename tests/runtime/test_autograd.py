@@ -15,6 +15,7 @@ from flexattn import AuxRequest, create_block_mask, flex_attention
 from flexattn.runtime import cpu, settings
 from flexattn.runtime.plan import Device, Layout, Plan
 from flexattn.runtime.reference import oracle
+from tests.helpers import square_qkv as qkv
 
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 IDS = torch.tensor([0] * 11 + [1] * 13 + [2] * 16)
@@ -24,14 +25,6 @@ def close(actual, expected, *, atol=5e-5):
     expected = expected.to(actual.dtype)
     assert torch.isfinite(actual).all()
     assert (actual - expected).abs().max() <= atol * max(1.0, expected.abs().max())
-
-
-def qkv(
-    *, batch=2, heads=4, kv_heads=None, q_len=40, kv_len=40, qk_dim=16, v_dim=24, dtype=torch.float32, kv_batch=None
-):
-    kv = (batch if kv_batch is None else kv_batch, heads if kv_heads is None else kv_heads, kv_len)
-    sizes = ((batch, heads, q_len, qk_dim), (*kv, qk_dim), (*kv, v_dim))
-    return tuple(torch.randn(size, dtype=dtype, requires_grad=True) for size in sizes)
 
 
 def compare(tensors, captures=(), *, use_lse=False, atol=5e-5, **mods):
