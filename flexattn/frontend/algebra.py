@@ -27,6 +27,7 @@ class _Composer:
         self.numbers: list[int | float] = []
         self.kinds: list[str] = []
         self.sources: dict[Expr, Source] = {}
+        self.where: Source | None = None  # of the first program
 
     def capture(self, tensor: Tensor, info: CaptureInfo | None = None) -> int:
         for slot, known in enumerate(self.captures):
@@ -46,6 +47,7 @@ class _Composer:
 
     def body(self, traced: Traced, replace: Mapping[Expr, Expr] | None = None) -> Expr:
         """The program's expression over this composer's slots, with some variables replaced."""
+        self.where = self.where or traced.program.where
         program, binding = traced
         slots = [self.capture(t, i) for t, i in zip(binding.captures, program.captures, strict=True)]
         numbers = [self.number(v, k) for v, k in zip(binding.numbers, program.numbers, strict=True)]
@@ -69,7 +71,7 @@ class _Composer:
 
     def traced(self, body: Expr, name: str) -> Traced:
         infos, kinds = tuple(self.infos), tuple(self.kinds)
-        program = Program("mask", simplify(body), infos, kinds, sources=self.sources, name=name)
+        program = Program("mask", simplify(body), infos, kinds, sources=self.sources, name=name, where=self.where)
         return Traced(program, Binding(tuple(self.captures), tuple(self.numbers)))
 
 

@@ -53,10 +53,8 @@ class PredicateMask:
         block: tuple[int, int],
         device: torch.device,
     ) -> None:
-        if min(*sizes, *lengths) < 0 or min(block) < 1:
-            raise OptionError(
-                "sizes must not be negative and BLOCK_SIZE must be positive", given=(sizes, lengths, block)
-            )
+        if not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in (*sizes, *lengths)):
+            raise OptionError("B, H, Q_LEN and KV_LEN must be integers of at least 0", given=(*sizes, *lengths))
         self.traced = None if algebra.keeps_all(traced) else traced
         self.function, self.device = function, device
         self.sizes, self.lengths, self.block = sizes, lengths, block
@@ -215,14 +213,14 @@ def _packed(traced: Traced | None) -> tuple[Any, ...] | None:
     if traced is None:
         return None
     program, binding = traced
-    return (program.kind, program.body, program.captures, program.numbers, program.name, binding)
+    return (program.kind, program.body, program.captures, program.numbers, program.name, program.where, binding)
 
 
 def _unpacked(state: tuple[Any, ...] | None) -> Traced | None:
     if state is None:
         return None
-    kind, body, captures, numbers, name, binding = state
-    return Traced(Program(kind, body, captures, numbers, name=name), binding)
+    kind, body, captures, numbers, name, where, binding = state
+    return Traced(Program(kind, body, captures, numbers, name=name, where=where), binding)
 
 
 def dense(
@@ -248,6 +246,7 @@ def dense(
     if any(bool((bad & kept).any()) for bad in outside):
         raise CaptureIndexError(
             f"{traced.program.name} reads a captured tensor out of range at a pair it keeps",
-            hint="longer captured tensors",
+            hint="longer captured tensors, or a condition that drops such pairs",
+            where=str(traced.program.where) if traced.program.where else None,
         )
     return kept.to(device).expand(shape).contiguous()

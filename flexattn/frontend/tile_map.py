@@ -193,6 +193,7 @@ def _check_reads(traced: Traced, grid: Grid) -> None:
             f"mask_mod {program.name} keeps a pair for which it reads a captured tensor out of range",
             given=f"captured shapes {[tuple(t.shape) for t in binding.captures]} for {grid.q_len} queries and {grid.kv_len} keys",
             hint="captured tensors as long as the sequence, or a condition that drops such pairs",
+            where=str(program.where) if program.where else None,
         )
 
 

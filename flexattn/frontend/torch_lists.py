@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.errors import MaskFunctionError, MaskTypeError, OptionError
+from flexattn.errors import DTypeError, MaskFunctionError, MaskTypeError, OptionError
 from flexattn.frontend import display
 from flexattn.frontend.block_lists import merge, write_lists, write_order
 from flexattn.frontend.list_mask import KvLists, ListMask, two_sizes
@@ -168,10 +168,23 @@ class TorchLists:
 def block_pair(block: int | Sequence[int] | None) -> tuple[int, int]:
     """BLOCK_SIZE as (q, kv)."""
     block = DEFAULT_BLOCK_SIZE if block is None else block
-    q, kv = (block, block) if isinstance(block, int) else block
-    if q < 1 or kv < 1:
-        raise OptionError("BLOCK_SIZE must be positive", given=(q, kv))
-    return int(q), int(kv)
+    pair = (block, block) if isinstance(block, int) else tuple(block) if isinstance(block, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
+        raise OptionError(
+            "BLOCK_SIZE must be a positive integer or a pair of them, (q, kv)", given=repr(block), hint="128"
+        )
+    return pair[0], pair[1]
+
+
+def _check_pair(prefix: str, counts: Any, indices: Any) -> None:
+    """Refuses lists that hold no integers."""
+    if not isinstance(counts, Tensor) or not isinstance(indices, Tensor):
+        return
+    for name, values in ((f"{prefix}_num_blocks", counts), (f"{prefix}_indices", indices)):
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise DTypeError(
+                f"{name} must hold integers", given=values.dtype, hint="int32, as create_block_mask makes them"
+            )
 
 
 def check_lists(lists: Sequence[Any]) -> None:
@@ -183,6 +196,8 @@ def check_lists(lists: Sequence[Any]) -> None:
     if indices.dim() < 2:
         shape = f"kv_indices of shape {tuple(indices.shape)}"
         raise MaskFunctionError("BlockMask must have at least 2 dimensions", given=shape)
+    for prefix in ("kv", "full_kv", "q", "full_q"):
+        _check_pair(prefix, given[f"{prefix}_num_blocks"], given[f"{prefix}_indices"])
     for pair in (("full_kv_num_blocks", "full_kv_indices"), ("full_q_num_blocks", "full_q_indices")):
         if (given[pair[0]] is None) != (given[pair[1]] is None):
             raise MaskTypeError(f"{pair[0]} and {pair[1]} must be both provided or omitted")

@@ -646,7 +646,7 @@ def test_what_is_no_mask_function() -> None:
 
     with pytest.raises(TraceError, match=r"test_block_mask.py:\d+.*torch.where"):
         create_block_mask(branches, None, None, 8, 8, "cpu")
-    with pytest.raises(OptionError, match="BLOCK_SIZE must be positive"):
+    with pytest.raises(OptionError, match="BLOCK_SIZE must be a positive"):
         create_block_mask(causal, None, None, 8, 8, "cpu", BLOCK_SIZE=0)
     with pytest.raises(OptionError, match="must not be negative"):
         create_block_mask(causal, None, None, -8, 8, "cpu")
