@@ -32,4 +32,4 @@ def test_lists_that_hold_no_integers():
 def test_reads_out_of_range_name_the_masks_line():
     short = torch.zeros(10)
     with pytest.raises(CaptureIndexError, match=r"test_regressions\.py:"):
-        create_block_mask(lambda b, h, q_idx, kv_idx: short[q_idx] == 0, 1, 1, 20, 20, "cpu").kv_indices  # noqa: B018
+        create_block_mask(lambda b, h, q_idx, kv_idx: short[q_idx] != 1, 1, 1, 20, 20, "cpu").kv_indices  # noqa: B018
