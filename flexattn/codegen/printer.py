@@ -173,7 +173,10 @@ class Printer:
             kind = _FLOATS[torch.float64 if operand_type == torch.float64 else torch.float32]
         first = args[:1] if node.op == "where" else []
         args = first + [_to(a, kind) for a in args[len(first) :]]
-        value = _apply(self._form(node.op, operand_type), args, "tl.int1" if node.dtype == torch.bool else kind)
+        form = self._form(node.op, operand_type)
+        if node.op == "truediv" and self.spec.math != "exact" and not node.args[1].deps:
+            form = "{0} * (1.0 / {1})"  # one reciprocal a program instead of a division an element
+        value = _apply(form, args, "tl.int1" if node.dtype == torch.bool else kind)
         return value if node.dtype == torch.bool else _to(value, _FLOATS[node.dtype])
 
     def _form(self, op: str, operand_type: torch.dtype) -> str:

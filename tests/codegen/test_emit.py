@@ -207,3 +207,11 @@ def test_a_caller_s_tiles_are_honoured_or_refused() -> None:
     for rule, wrong in refused.items():
         with pytest.raises(OptionError, match=rule):
             tiles("forward", **wrong)
+
+
+def test_half_inputs_divide_by_a_number_once_a_program() -> None:
+    """The reciprocal does not depend on the tile, so the compiler moves it out of the loop; float32 divides exactly."""
+    cap = 30.0
+    score = lambda s, b, h, q_idx, kv_idx: torch.tanh(s / cap) + s / (q_idx + 1)
+    assert "score * (1.0 / caps[0])" in score_text(score)
+    assert "score / caps[0]" in score_text(score, layouts=(TensorLayout("fp32", True, True, False),) * 4)
