@@ -74,7 +74,11 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
                               factor, batch, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, QK_DIM,
                               V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE, IS_K_UNIT, IS_V_UNIT,
                               PRECISION, UPCAST)
-    out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])  # an empty row is 0 / 1
+    safe = tl.where(total == 0.0, 1.0, total)[:, None]  # an empty row is 0 / 1
+    if q.dtype == tl.float32:
+        out = tl.div_rn(acc, safe)
+    else:
+        out = acc * (1.0 / safe)
     out_base = OUT + batch.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
     tiles.store_tile(out_base, first, out_strides[2], out_strides[3], q_len, out, BLOCK_M, V_DIM, V_PAD, True)
     rows = first + tl.arange(0, BLOCK_M)
