@@ -150,6 +150,9 @@ def exact(
             x.data = data
 
 
+LOG2E = math.log2(math.e)
+
+
 class _Chain(torch.autograd.Function):
     """a @ b in one chain of additions an element, as a kernel on ordinary arithmetic units sums it (torch's own among them).
 
@@ -230,7 +233,7 @@ def _dense(
         return plain, plain
     first = differentiate(out, lse, leaves, (weight, lse_weight))
     d_out = weight.to(q.dtype)
-    p = torch.where(keep, (scores - torch.where(some, lse.unsqueeze(-1), 0.0)).exp(), 0.0).detach()
+    p = torch.where(keep, torch.exp2(scores * LOG2E - torch.where(some, lse.unsqueeze(-1), 0.0) * LOG2E), 0.0).detach()
     delta = (d_out.float() * out.float()).sum(-1, keepdim=True) - lse_weight.float().unsqueeze(-1)
     d_scores = torch.where(keep, p * (product(d_out, v.transpose(-1, -2)).float() - delta), 0.0).detach()
     outputs, upstream = [], []

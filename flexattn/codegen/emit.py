@@ -158,7 +158,7 @@ def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int |
     arguments = _Arguments(spec)
     arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.tensor("D_OUT", spec.layouts[3], "d_out_strides")
-    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", LSE_LOG2="*fp32", **_TABLE)
+    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", **_TABLE)
     return arguments.types, arguments.aligned
 
 
@@ -188,7 +188,7 @@ def _inputs(arguments: _Arguments) -> None:
 
 def _backward_inputs(arguments: _Arguments) -> None:
     arguments.tensor("D_OUT", arguments.spec.layouts[3], "d_out_strides")
-    arguments.plain(LSE_LOG2="*fp32", DELTA="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_TABLE, **_WALK)
+    arguments.plain(ROW_LSE="*fp32", DELTA="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_TABLE, **_WALK)
     arguments.captures()
 
 

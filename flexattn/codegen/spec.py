@@ -89,7 +89,7 @@ class KernelSpec:
     captures: tuple[CaptureLayout, ...] = ()  # of the score program, then of the mask program
     wide_numbers: tuple[bool, ...] = ()  # the same order; False for floats
     capture_grads: tuple[int, ...] = ()  # score program slots whose gradient the dq kernel sums
-    fold_scale: bool = True  # scale * log2(e) in one factor: no score_mod and scale > 0
+    fold_scale: bool = True  # scale * log2(e) in one factor: no score_mod, scale > 0, half types
     precision: str = "ieee"  # of float32 dots: 'ieee' or 'tf32'
     wide_lengths: bool = False  # a length, batch or head count of SMALL_INDEX or more
     want_max: bool = False

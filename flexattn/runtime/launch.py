@@ -145,7 +145,7 @@ def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None
         "facts": MaskFacts(problem.block_mask is not None),
         "captures": tuple(capture_layout(c) for c in captures),
         "wide_numbers": tuple(wide_number(n) for n in numbers),
-        "fold_scale": plan.score is None and problem.scale > 0,
+        "fold_scale": plan.score is None and problem.scale > 0 and q.dtype != torch.float32,
         "precision": "tf32" if plan.tf32 else "ieee",
         "wide_lengths": any_wide((*q.shape[:3], k.shape[2])),
     }
@@ -264,15 +264,15 @@ def run_delta(
         layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),), has_d_lse=d_lse is not None,
     )  # fmt: skip
     _, kernel = first_that_builds([spec], out.device)
-    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
     lines = -(-q_len // spec.config.BLOCK_M)
     arguments = {
         "OUT": out, "D_OUT": d_out, "LSE": lse, "D_LSE": lse if d_lse is None else d_lse.to(torch.float32).contiguous(),
-        "DELTA": delta, "LSE_LOG2": lse_log2, "out_strides": out.stride(), "d_out_strides": d_out.stride(),
+        "DELTA": delta, "ROW_LSE": row_lse, "out_strides": out.stride(), "d_out_strides": d_out.stride(),
         "q_heads": heads, "q_len": q_len, "pairs": batch * heads, "lines": lines,
     }  # fmt: skip
     kernel(batch * heads * lines, arguments, device=out.device)
-    return {**_inputs(problem), "D_OUT": d_out, "d_out_strides": d_out.stride(), "DELTA": delta, "LSE_LOG2": lse_log2}
+    return {**_inputs(problem), "D_OUT": d_out, "d_out_strides": d_out.stride(), "DELTA": delta, "ROW_LSE": row_lse}
 
 
 def run_dq(

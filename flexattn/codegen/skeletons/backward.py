@@ -14,10 +14,10 @@ from flexattn.codegen.skeletons import softmax, tiles
 
 
 @triton.jit
-def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, LSE_LOG2, out_strides, d_out_strides, q_heads, q_len, pairs,
+def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, pairs,
                              lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
                              HAS_D_LSE: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr):
-    """delta and base-2 log-sums of BLOCK_M rows; an empty row gets log-sum +inf, which makes its probabilities 0."""
+    """delta of BLOCK_M rows, and their log-sums as the gradient kernels read them."""
     pair = tl.program_id(0) // lines
     first = (tl.program_id(0) % lines) * BLOCK_M
     batch = (pair // q_heads).to(tl.int64)
@@ -34,7 +34,7 @@ def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, LSE_LOG2, out_stride
     lse = tl.load(LSE + at, mask=rows < q_len, other=float("-inf"))
     empty = lse == float("-inf")
     tl.store(DELTA + at, tl.where(empty, 0.0, delta), mask=rows < q_len)
-    tl.store(LSE_LOG2 + at, tl.where(empty, float("inf"), lse * softmax.LOG2E), mask=rows < q_len)
+    tl.store(ROW_LSE + at, softmax.saved_lse(lse, OUT.dtype.element_ty == tl.float32), mask=rows < q_len)
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _score_gradient(grad, natural, modified, batch, head, q_idx, kv_idx, caps, I
 
 
 @triton.jit
-def _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums, scale,
+def _dq_sweep(dq, q, d_out, row_lse, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums, scale,
               factor, batch, head, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
               MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
               V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -87,7 +87,7 @@ def _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, 
             kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             modified = _modified(natural, batch, head, q_idx, kv_idx, q_len, kv_len, caps, IS_PARTIAL, SCORE_MOD,
                                  MASK_MOD)
-            probs = softmax.power_of_two(modified * factor - lse_log2[:, None], q.dtype == tl.float32)
+            probs = softmax.probabilities(modified, factor, row_lse[:, None], q.dtype == tl.float32)
             d_probs = softmax.dot(d_out, tl.trans(v), None, PRECISION, UPCAST)  # [M, N]
             grad = probs * (d_probs - delta[:, None])
             if CAPTURE_GRAD is not None:
@@ -101,7 +101,7 @@ def _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, 
 
 
 @triton.jit
-def attention_backward_dq(Q, K, V, D_OUT, LSE_LOG2, DELTA, DQ, ROWS, EXTRA, q_strides, k_strides, v_strides,
+def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_strides, k_strides, v_strides,
                           d_out_strides, dq_strides, caps, sums, scale, q_heads, group, q_len, kv_len, pairs, lines,
                           batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
                           SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
@@ -126,17 +126,17 @@ def attention_backward_dq(Q, K, V, D_OUT, LSE_LOG2, DELTA, DQ, ROWS, EXTRA, q_st
     d_out = tiles.load_tile(D_OUT + wide_batch * d_out_strides[0] + wide_head * d_out_strides[1], first,
                             d_out_strides[2], d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_UNIT, True)
     at = pair.to(tl.int64) * q_len + rows
-    lse_log2 = tl.load(LSE_LOG2 + at, mask=rows < q_len, other=float("inf"))
+    row_lse = tl.load(ROW_LSE + at, mask=rows < q_len, other=float("inf"))
     delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
     k_base = K + wide_batch * k_strides[0] + kv_head * k_strides[1]
     v_base = V + wide_batch * v_strides[0] + kv_head * v_strides[1]
     factor = softmax.factor_of(scale, FOLD_SCALE)
     dq = tl.zeros([BLOCK_M, QK_PAD], tl.float32)
-    dq = _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+    dq = _dq_sweep(dq, q, d_out, row_lse, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, rows[:, None], q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
                    SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
                    WANT_DQ, IS_K_UNIT, IS_V_UNIT, PRECISION, UPCAST)
-    dq = _dq_sweep(dq, q, d_out, lse_log2, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+    dq = _dq_sweep(dq, q, d_out, row_lse, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, rows[:, None], q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
                    SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
                    WANT_DQ, IS_K_UNIT, IS_V_UNIT, PRECISION, UPCAST)
@@ -167,16 +167,16 @@ def _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, lse_base, delta_base, line, EX
             d_out = tiles.load_tile(d_out_base, first, d_out_strides[2], d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD,
                                     IS_D_OUT_UNIT, IS_PARTIAL)  # [M, V]
             if IS_PARTIAL:
-                lse_log2 = tl.load(lse_base + rows, mask=rows < q_len, other=float("inf"))
+                row_lse = tl.load(lse_base + rows, mask=rows < q_len, other=float("inf"))
                 delta = tl.load(delta_base + rows, mask=rows < q_len, other=0.0)
             else:
-                lse_log2 = tl.load(lse_base + rows)
+                row_lse = tl.load(lse_base + rows)
                 delta = tl.load(delta_base + rows)
             natural = softmax.dot(k, tl.trans(q), None, PRECISION, UPCAST)  # [N, M]
             natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
             modified = _modified(natural, batch, head, rows[None, :], kv_idx, q_len, kv_len, caps, IS_PARTIAL,
                                  SCORE_MOD, MASK_MOD)
-            probs = softmax.power_of_two(modified * factor - lse_log2[None, :], q.dtype == tl.float32)
+            probs = softmax.probabilities(modified, factor, row_lse[None, :], q.dtype == tl.float32)
             if WANT_DV:
                 dv = softmax.dot(probs.to(d_out.dtype), d_out, dv, PRECISION, UPCAST)
             if WANT_DK:
@@ -189,7 +189,7 @@ def _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, lse_base, delta_base, line, EX
 
 
 @triton.jit
-def attention_backward_dkdv(Q, K, V, D_OUT, LSE_LOG2, DELTA, DK, DV, ROWS, EXTRA, q_strides, k_strides, v_strides,
+def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA, q_strides, k_strides, v_strides,
                             d_out_strides, dk_strides, dv_strides, caps, scale, q_heads, group, repeats, q_len, kv_len,
                             pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr,
                             MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -219,6 +219,7 @@ def attention_backward_dkdv(Q, K, V, D_OUT, LSE_LOG2, DELTA, DK, DV, ROWS, EXTRA
     factor = softmax.factor_of(scale, FOLD_SCALE)
     dk = tl.zeros([BLOCK_N, QK_PAD], tl.float32)
     dv = tl.zeros([BLOCK_N, V_PAD], tl.float32)
+    BY_HEAD: tl.constexpr = k.dtype == tl.float32  # one chain of additions over a group of 64 would lose a digit
     for repeat in range(0, repeats):
         batch = kv_batch + repeat // group
         head = kv_head * group + repeat % group
@@ -226,16 +227,28 @@ def attention_backward_dkdv(Q, K, V, D_OUT, LSE_LOG2, DELTA, DK, DV, ROWS, EXTRA
         q_base = Q + batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1]
         d_out_base = D_OUT + batch.to(tl.int64) * d_out_strides[0] + head.to(tl.int64) * d_out_strides[1]
         row_offset = (batch * q_heads + head).to(tl.int64) * q_len
-        dk, dv = _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, LSE_LOG2 + row_offset, DELTA + row_offset, line, EXTRA,
-                             tile, q_strides, d_out_strides, caps, scale, factor, batch, head, kv_idx, q_len, kv_len,
-                             tiles.PARTIAL, SCORE_MOD, MASK_MOD, SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M,
-                             BLOCK_N, FOLD_SCALE, HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION,
-                             UPCAST)
-        dk, dv = _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, LSE_LOG2 + row_offset, DELTA + row_offset, line, EXTRA,
-                             tile, q_strides, d_out_strides, caps, scale, factor, batch, head, kv_idx, q_len, kv_len,
-                             tiles.FULL, SCORE_MOD, MASK_MOD, SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M,
-                             BLOCK_N, FOLD_SCALE, HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION,
-                             UPCAST)
+        if BY_HEAD:
+            part_dk = tl.zeros([BLOCK_N, QK_PAD], tl.float32)
+            part_dv = tl.zeros([BLOCK_N, V_PAD], tl.float32)
+        else:
+            part_dk = dk
+            part_dv = dv
+        part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, q_base, d_out_base, ROW_LSE + row_offset,
+                                       DELTA + row_offset, line, EXTRA, tile, q_strides, d_out_strides, caps, scale,
+                                       factor, batch, head, kv_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
+                                       SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
+                                       HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION, UPCAST)
+        part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, q_base, d_out_base, ROW_LSE + row_offset,
+                                       DELTA + row_offset, line, EXTRA, tile, q_strides, d_out_strides, caps, scale,
+                                       factor, batch, head, kv_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
+                                       SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
+                                       HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION, UPCAST)
+        if BY_HEAD:
+            dk += part_dk
+            dv += part_dv
+        else:
+            dk = part_dk
+            dv = part_dv
     if WANT_DK:
         tiles.store_tile(DK + wide_batch * dk_strides[0] + wide_head * dk_strides[1], first, dk_strides[2],
                          dk_strides[3], kv_len, dk * scale, BLOCK_N, QK_DIM, QK_PAD, True)

@@ -73,6 +73,23 @@ def online_update(scores, factor, peak, total, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
+def saved_lse(lse, IS_EXACT: tl.constexpr):
+    """A row's natural log-sum in the unit that `probabilities` takes; +inf, which makes them 0, for an empty row."""
+    value = lse if IS_EXACT else lse * LOG2E
+    return tl.where(lse == float("-inf"), float("inf"), value)
+
+
+@triton.jit
+def probabilities(scores, factor, lse, IS_EXACT: tl.constexpr):
+    """The forward's probabilities from its log-sums. IS_EXACT (float32 inputs): scores and log-sums are natural, and the
+    difference is taken before anything is rounded; a log-sum of 80 in base 2 would cost three digits."""
+    if IS_EXACT:
+        return power_of_two((scores - lse) * LOG2E, True)
+    else:
+        return power_of_two(scores * factor - lse, False)
+
+
+@triton.jit
 def row_lse(peak, total):
     """Natural-log sum of exponentials of a row; -inf where no key was kept."""
     kept = total != 0.0  # also true for NaN, which must stay visible
