@@ -75,6 +75,12 @@ def scalar_and_vectors(device: torch.device, case: Case) -> Any:
     return (lambda s, b, h, i, j: s * temperature + rows[i] * keys[b, j]), None, [temperature, rows, keys]
 
 
+def scalar_conditions(device: torch.device, case: Case) -> Any:
+    """Conditions on batch and head alone, of integer and boolean tables (the interpreter mistypes float ones)."""
+    signs, flags = torch.tensor([1, -1, 2][: case.batch]).to(device), (torch.arange(case.q_heads) % 2 == 0).to(device)
+    return None, (lambda b, h, i, j: (signs[b] > 0) & (i >= j) | flags[h] & (j < 7) | (h * 2 > b) & (i == j)), []
+
+
 def documents(device: torch.device, case: Case) -> Any:
     ids = (torch.arange(max(case.q_len, case.kv_len)) // 13).int().to(device)
     return None, (lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)), []
@@ -162,6 +168,7 @@ CASES: dict[str, Case] = {
     "relative bias": Case(2, 3, 1, 33, 50, make=relative_bias),
     "dense bias": Case(1, 2, 2, 40, 37, make=dense_bias),
     "scalar and vectors": Case(2, 2, 2, 30, 40, make=scalar_and_vectors),
+    "scalar conditions": Case(3, 2, 2, 33, 40, make=scalar_conditions),
     "documents": Case(1, 2, 2, 60, 60, make=documents),
     "short buffer": Case(1, 1, 1, 60, 60, make=short_buffer),
     "negative index": Case(1, 1, 1, 40, 33, make=negative_index),
