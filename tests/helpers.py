@@ -188,8 +188,8 @@ def dense(
 ) -> tuple[Result, ...]:
     """The same formula done densely in the inputs' type with a float32 softmax: how large an error is fair.
 
-    Differentiated by autograd through the softmax, and as torch's flex_attention does it, from the rounded lse and out; for float32
-    on a GPU also with products summed in one chain.
+    Differentiated by autograd through the softmax, and as fused kernels do it, from the rounded lse (in natural units, or in base 2 as
+    torch's) and out; for float32 on a GPU also with products summed in one chain.
     """
     options: dict[str, Any] = {"captures": captures, "scale": scale, "with_lse": with_lse}
     fair = _dense(qkv, mask_mod, score_mod, product=torch.matmul, **options)
@@ -207,7 +207,7 @@ def _dense(
     captures: Sequence[Tensor],
     scale: float | None,
     with_lse: bool,
-) -> tuple[Result, Result]:
+) -> tuple[Result, ...]:
     leaves = [x for x in (*qkv, *captures) if x.requires_grad]
     weight, lse_weight = weights_for(qkv[0], qkv[2])
     lse_weight = lse_weight if with_lse else torch.zeros_like(lse_weight)
@@ -230,20 +230,21 @@ def _dense(
     out = product((p / total).to(q.dtype), v)
     if not leaves:
         plain = Result(out.detach(), lse.detach(), ())
-        return plain, plain
+        return (plain,)
     first = differentiate(out, lse, leaves, (weight, lse_weight))
     d_out = weight.to(q.dtype)
-    p = torch.where(keep, torch.exp2(scores * LOG2E - torch.where(some, lse.unsqueeze(-1), 0.0) * LOG2E), 0.0).detach()
     delta = (d_out.float() * out.float()).sum(-1, keepdim=True) - lse_weight.float().unsqueeze(-1)
-    d_scores = torch.where(keep, p * (product(d_out, v.transpose(-1, -2)).float() - delta), 0.0).detach()
-    outputs, upstream = [], []
-    for tensor, grad in ((scores, d_scores), (product(p.to(q.dtype), v), d_out)):
-        if tensor.requires_grad:
-            outputs.append(tensor)
-            upstream.append(grad)
-    grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-    again = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))
-    return first, Result(first.out, first.lse, again)
+    d_p = product(d_out, v.transpose(-1, -2)).float() - delta
+    row = torch.where(some, lse.unsqueeze(-1), 0.0)
+    results = [first]
+    for p in ((scores - row).exp(), torch.exp2(scores * LOG2E - row * LOG2E)):
+        p = torch.where(keep, p, 0.0).detach()
+        pairs = ((scores, torch.where(keep, p * d_p, 0.0).detach()), (product(p.to(q.dtype), v), d_out))
+        outputs, upstream = zip(*(pair for pair in pairs if pair[0].requires_grad))
+        grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, retain_graph=True)
+        again = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves))
+        results.append(Result(first.out, first.lse, again))
+    return tuple(results)
 
 
 # ---------------------------------------------------------------- the error rule
