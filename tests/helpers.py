@@ -16,20 +16,35 @@ import torch
 from torch import Tensor
 
 import flexattn
+from flexattn.errors import FlexError
 from flexattn.runtime.reference import call_mod, oracle
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 HALF = (torch.float16, torch.bfloat16)
-GUARD = 67  # NaN elements in front of and behind a tensor's own
+GUARD = 67  # NaN elements in front of and behind a tensor's own: an odd number, so that nothing is aligned
+ALIGNED = 64  # the same where a tensor shall be aligned as a fresh one is
+
+
+# ---------------------------------------------------------------- mods
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Keys up to the query's own position, from the upper left corner."""
+    return q_idx >= kv_idx
+
+
+def window(size: int) -> Any:
+    """The last `size` keys up to the query's own position."""
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < size)
 
 
 # ---------------------------------------------------------------- problems
-def guarded(shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+def guarded(
+    shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: str = "cpu", guard: int = GUARD
+) -> Tensor:
     """randn in the middle of an allocation of NaN: reading outside it cannot go unnoticed."""
     size = math.prod(shape)
-    memory = torch.full((size + 2 * GUARD,), math.nan, dtype=dtype, device=device)
-    memory[GUARD : GUARD + size] = torch.randn(size, device=device).to(dtype)
-    return memory[GUARD : GUARD + size].view(*shape)
+    memory = torch.full((size + 2 * guard,), math.nan, dtype=dtype, device=device)
+    memory[guard : guard + size] = torch.randn(size, device=device).to(dtype)
+    return memory[guard : guard + size].view(*shape)
 
 
 def make_qkv(
@@ -42,11 +57,13 @@ def make_qkv(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     requires_grad: bool = True,
+    guard: int = GUARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """query, key, value in guarded memory; every size differs unless asked otherwise."""
     kv = (batch if kv_batch is None else kv_batch, heads[1], lengths[1])
     shapes = ((batch, heads[0], lengths[0], dims[0]), (*kv, dims[0]), (*kv, dims[1]))
-    q, k, v = (guarded(shape, dtype=dtype, device=device).requires_grad_(requires_grad) for shape in shapes)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "guard": guard}
+    q, k, v = (guarded(shape, **options).requires_grad_(requires_grad) for shape in shapes)
     return q, k, v
 
 
@@ -272,6 +289,20 @@ def assert_rule(name: str, actual: Tensor, expected: Tensor, fair: Sequence[Tens
     figures = f"{name}: mean error {error:.3g} (max {worst:.3g}), fair {fair_error:.3g} (max {fair_worst:.3g})"
     assert error <= max(factor * fair_error, 1e-7 * size), figures
     assert worst <= (2 * fair_worst + 1e-3 if dtype in HALF else 2e-5 * max(1.0, largest)), figures
+
+
+def assert_within(actual: Tensor, expected: Tensor) -> None:
+    """The collected cases' bound for float32 where nothing says how large an error is fair."""
+    error, bound = mean_error(actual, expected)[1], 2e-5 * max(1.0, expected.abs().max().item())
+    assert error <= bound, f"error {error:.3g} above {bound:.3g}"
+
+
+def assert_explains(error: BaseException, *words: object) -> None:
+    """Contract line 8: the text names what `words` say, what came and what to try."""
+    assert isinstance(error, FlexError)
+    assert error.given is not None and error.hint, f"says neither what came nor what to try: {error}"
+    for word in words:
+        assert str(word) in str(error), f"{word} is not in: {error}"
 
 
 def check(
