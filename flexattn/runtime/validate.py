@@ -50,7 +50,7 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if not isinstance(x, Tensor):
-            raise CallError(f"{name} must be a torch.Tensor", given=type(x).__name__)
+            raise CallError(f"{name} must be a torch.Tensor", given=type(x).__name__, hint=f"torch.as_tensor({name})")
         if x.is_nested:
             raise UnsupportedError(
                 "flex_attention does not support NestedTensor inputs",
@@ -91,24 +91,28 @@ def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
             what += " (Backward pass with mixed query, key, and value dtype is not supported)"
         raise DTypeError(what, given=given, hint="casting them to one dtype, or torch.autocast")
     if query.dtype not in DTYPES:
-        raise DTypeError("query, key and value must be float16, bfloat16, float32 or float64", given=given)
+        what = "query, key and value must be float16, bfloat16, float32 or float64"
+        raise DTypeError(what, given=given, hint="query.float(), key.float(), value.float(), or a half type")
 
 
 def _check_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(
             "Expect query and key/value to have the same embedding dimension",
-            given=f"E={query.shape[-1]} and E={key.shape[-1]}",
+            given=f"E={query.shape[-1]} and E={key.shape[-1]} (query {tuple(query.shape)}, key {tuple(key.shape)})",
+            hint="[batch, heads, length, dim] for both, with one dim; only value's may differ",
         )
     if query.shape[-1] < 1 or value.shape[-1] < 1:
         raise ShapeError(
             "the embedding dimension of query, key and value must be at least 1",
             given=f"E={query.shape[-1]} and Ev={value.shape[-1]}",
+            hint="heads of any size but 0; a length or batch of 0 is fine",
         )
     if key.shape[:3] != value.shape[:3]:
         raise ShapeError(
             "Expect key and value to have the same batch size, heads and length",
             given=f"key {tuple(key.shape)} and value {tuple(value.shape)}",
+            hint="[batch, kv_heads, kv_len, dim] for both; only the last dimension may differ",
         )
     if key.shape[0] not in (1, query.shape[0]):
         raise ShapeError(
@@ -127,7 +131,11 @@ def _check_heads(q_heads: int, kv_heads: int, *, enable_gqa: bool) -> None:
             hint="one key/value head per query head; if heads come in groups, Try setting enable_gqa=True for GQA",
         )
     if q_heads and (kv_heads == 0 or q_heads % kv_heads):
-        raise ShapeError("Expect number of query heads to be a multiple of kv heads for GQA", given=given)
+        raise ShapeError(
+            "Expect number of query heads to be a multiple of kv heads for GQA",
+            given=given,
+            hint="a number of key/value heads that divides query's",
+        )
 
 
 def _check_scale(scale: Any, qk_dim: int) -> float:
@@ -140,9 +148,9 @@ def _check_scale(scale: Any, qk_dim: int) -> float:
             hint="scale.item(), or score_mod with `score * scale` to learn it",
         )
     if not isinstance(scale, numbers.Real):
-        raise CallError("scale must be a number", given=type(scale).__name__)
+        raise CallError("scale must be a number", given=type(scale).__name__, hint="a float, or None for 1/sqrt(dim)")
     if not math.isfinite(scale):
-        raise OptionError("scale must be finite", given=scale)
+        raise OptionError("scale must be finite", given=scale, hint="None for 1/sqrt(dim)")
     return float(scale)
 
 
@@ -188,7 +196,7 @@ def _check_lengths(shape: tuple[int, ...], made: tuple[int, ...], given: tuple[i
         )
     raise ShapeError(
         f"{what}. As the block mask was created for a larger length than you're using it for, which part is meant is open",
-        hint="create_block_mask with these lengths, mask_mod= in the call, or block_mask._adjust(q_len, kv_len) for the "
+        hint="create_block_mask with these lengths, mask_mod= in the call, or block_mask.crop(q_len, kv_len) for the "
         "upper left corner",
     )
 
