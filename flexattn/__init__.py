@@ -13,6 +13,7 @@ from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask, create_mask
 from flexattn.frontend.mask_functions import and_masks, noop_mask, or_masks
 from flexattn.runtime.attention import AuxOutput, AuxRequest, flex_attention
+from flexattn.runtime.merge import merge_states
 from flexattn.runtime.settings import FlexPerformanceWarning
 from flexattn.runtime.stats import reset_stats, stats
 
@@ -33,6 +34,7 @@ __all__ = [
     "errors",
     "explain",
     "flex_attention",
+    "merge_states",
     "mods",
     "noop_mask",
     "or_masks",
