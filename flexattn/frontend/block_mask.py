@@ -102,7 +102,7 @@ class BlockMask(TorchLists):
     def _start(self, mask: PredicateMask | ListMask, style: ListStyle, dq_kv_order_spt: bool | None) -> None:
         self._mask, self._style = mask, style
         self._lists: dict[str, Tensor | None] = {}
-        self._expanded: dict[tuple[int, int], BlockMask] = {}
+        self._expanded: dict[object, BlockMask] = {}
         self.dq_kv_order, self.dq_kv_order_spt = None, dq_kv_order_spt
 
     # ------------------------------------------------------------------------------------------------ making one
@@ -349,6 +349,14 @@ class BlockMask(TorchLists):
         if (batch, heads) not in self._expanded:
             self._expanded[batch, heads] = self._like(mask.changed(sizes=(batch, heads)))
         return self._expanded[batch, heads]
+
+    def following(self, device: torch.device) -> BlockMask:
+        """The mask on `device` if `create_block_mask` was given none and had to choose one; else itself."""
+        if isinstance(self._mask, ListMask) or not self._mask.follows or device == self.device:
+            return self
+        if device not in self._expanded:
+            self._expanded[device] = self._like(self._mask.following(device))
+        return self._expanded[device]
 
     def combine(self, mask_mod: MaskMod) -> BlockMask:
         """The pairs that both this mask and a further mask function keep, as a predicate mask."""

@@ -39,7 +39,8 @@ def create_block_mask(
         mask_mod: `mask_mod(b, h, q_idx, kv_idx)`, True where a pair is kept; pointwise torch operations on scalars.
         B, H: batch size and query heads, or None where the mask is the same for all.
         Q_LEN, KV_LEN: lengths in tokens.
-        device: by default that of the captured tensors, else the current accelerator, else the CPU.
+        device: by default that of the captured tensors; where those do not say, the current accelerator, else the CPU, and a
+            flex_attention call on another device takes the mask there.
         BLOCK_SIZE: tokens of a block of the list attributes, one number or (q, kv).
         _compile: accepted for torch's sake; there is nothing to compile.
         separate_full_blocks: False lists full blocks among the partial ones.
@@ -72,6 +73,7 @@ def create_block_mask(
         lengths=(Q_LEN, KV_LEN),
         block=block_pair(BLOCK_SIZE),
         device=_device_for(traced, device),
+        follows=device is None and _chosen_by(traced) is None,
     )
     style = ListStyle(separate_full=separate_full_blocks, orders_writes=compute_dq_write_order)
     return BlockMask._of(mask, style, dq_kv_order if compute_dq_write_order else None)
@@ -106,10 +108,8 @@ def _device_for(traced: Traced | None, device: torch.device | str | None) -> tor
     """The given device, else that of the captured tensors, else the accelerator, else the CPU."""
     captures = traced.binding.captures if traced is not None else ()
     tables = [t for t in captures if t.dim()]
-    if device is None and tables:
-        device = tables[0].device
     if device is None:
-        device = next((t.device for t in captures if t.device.type != "cpu"), None)
+        device = _chosen_by(traced)
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = indexed(torch.device(device))
@@ -121,3 +121,10 @@ def _device_for(traced: Traced | None, device: torch.device | str | None) -> tor
                 hint=f"tensor.to({str(device)!r})",
             )
     return device
+
+
+def _chosen_by(traced: Traced | None) -> torch.device | None:
+    """The device that captured tensors ask for; None if there are none but scalars on the CPU, which go anywhere."""
+    captures = traced.binding.captures if traced is not None else ()
+    tables, elsewhere = (t.device for t in captures if t.dim()), (t.device for t in captures if t.device.type != "cpu")
+    return next(tables, None) or next(elsewhere, None)

@@ -41,6 +41,7 @@ class PredicateMask:
         lengths: (q_len, kv_len).
         block: tokens of a block of torch's lists, (q, kv); tiles may be of any size.
         device: where tile maps are made.
+        follows: nobody asked for that device, nor is a captured tensor there: the mask serves inputs on any other.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class PredicateMask:
         lengths: tuple[int, int],
         block: tuple[int, int],
         device: torch.device,
+        follows: bool = False,
     ) -> None:
         if not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in (*sizes, *lengths)):
             raise OptionError("B, H, Q_LEN and KV_LEN must be integers of at least 0", given=(*sizes, *lengths))
         self.traced = None if algebra.keeps_all(traced) else traced
-        self.function, self.device = function, device
+        self.function, self.device, self.follows = function, device, follows
         self.sizes, self.lengths, self.block = sizes, lengths, block
         self._versions = versions(self.traced)
         self._maps: dict[tuple[int, int], TileMap] = {}
@@ -111,7 +113,7 @@ class PredicateMask:
     def changed(self, **changes: Any) -> PredicateMask:
         """The mask with other arguments."""
         self.check_current()
-        names = ("traced", "function", "sizes", "lengths", "block", "device")
+        names = ("traced", "function", "sizes", "lengths", "block", "device", "follows")
         return PredicateMask(**{n: getattr(self, n) for n in names} | changes)
 
     def differs(self, batch: int, heads: int) -> bool:
@@ -136,8 +138,12 @@ class PredicateMask:
     def to(self, device: torch.device | str) -> PredicateMask:
         """The mask, and the tensors that its function captures, on another device."""
         move = lambda t: t.to(device)
-        function = with_tensors(self.function, move)
-        return self.changed(traced=_rebound(self.traced, move), function=function, device=indexed(torch.device(device)))
+        function, device = with_tensors(self.function, move), indexed(torch.device(device))
+        return self.changed(traced=_rebound(self.traced, move), function=function, device=device, follows=False)
+
+    def following(self, device: torch.device) -> PredicateMask:
+        """The mask on `device` if its own was nobody's choice; else itself."""
+        return self.changed(device=device) if self.follows and device != self.device else self
 
     # ------------------------------------------------------------------------------------------------------- algebra
     def __and__(self, other: PredicateMask) -> PredicateMask:
@@ -155,12 +161,15 @@ class PredicateMask:
         if self.lengths != other.lengths or any(1 not in p and p[0] != p[1] for p in pairs):
             shapes = (self.sizes + self.lengths, other.sizes + other.lengths)
             raise ShapeError("masks of different sizes cannot be combined", given=shapes)
-        if self.device != other.device:
-            given = (self.device, other.device)
+        mine = self.following(other.device)
+        other = other.following(mine.device)
+        if mine.device != other.device:
+            given = (mine.device, other.device)
             raise DeviceError("masks on different devices cannot be combined", given=given, hint="mask.to(device)")
         other.check_current()
         batch, heads = (b if a == 1 else a for a, b in pairs)
-        return self.changed(traced=traced, function=function, sizes=(batch, heads))
+        follows = mine.follows and other.follows
+        return mine.changed(traced=traced, function=function, sizes=(batch, heads), follows=follows)
 
     # ------------------------------------------------------------------------------------------------- moving around
     def __getstate__(self) -> dict[str, Any]:

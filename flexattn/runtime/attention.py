@@ -228,6 +228,7 @@ def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, k
     if block_mask is not None:
         block_mask = _our_block_mask(block_mask)
     if block_mask is not None:
+        block_mask = block_mask.following(query.device)
         check_mask(block_mask, query, key)
     if mask_mod is None:
         return block_mask and block_mask.expand(query.shape[0], query.shape[1])

@@ -786,3 +786,36 @@ def test_docstring_examples(name: str) -> None:
     found = doctest.testmod(module, extraglobs={"trace": trace, "create_block_mask": create_block_mask, "torch": torch})
     assert found.failed == 0
     assert found.attempted > 0
+
+
+def test_a_device_nobody_asked_for_follows_the_inputs(monkeypatch) -> None:
+    """As a mask on cuda:0 does for inputs on cuda:1; here the accelerator is one that computes nothing."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    width, cpu = torch.tensor(9), torch.device("cpu")
+    near = lambda b, h, q, k: (q - k).abs() < width
+    plain, scalar = (create_block_mask(m, None, None, 64, 64) for m in (causal, near))
+    for mask in (
+        plain,
+        plain[:, :, 0],
+        plain.crop(20, 30),
+        ~plain,
+        plain & scalar,
+        scalar,
+        pickle.loads(pickle.dumps(plain)),
+    ):
+        assert mask.device.type == "meta"
+        moved = mask.following(cpu)
+        assert moved.device == cpu
+        assert moved is mask.following(cpu)  # with the tables it has made
+        assert moved.following(cpu) is moved
+        assert torch.equal(kept_by(moved), create_mask(mask.mask_mod, *mask.shape, device="cpu"))
+    placed = create_block_mask(causal, None, None, 64, 64, "cpu")
+    assert (plain & placed).device == (placed | plain).device == cpu
+    for mask in (placed, plain.to("cpu"), create_block_mask(causal, None, None, 64, 64, "meta"), plain & placed):
+        assert mask.following(torch.device("cpu" if mask.device.type == "meta" else "meta")) is mask
+    table = torch.zeros(64, dtype=torch.int32, device="cpu")
+    follows_table = create_block_mask(functools.partial(by_document, table), None, None, 64, 64)
+    assert follows_table.device == cpu
+    assert follows_table.following(torch.device("meta")) is follows_table
+    with pytest.raises(DeviceError, match="masks on different devices"):
+        placed & create_block_mask(causal, None, None, 64, 64, "meta")
