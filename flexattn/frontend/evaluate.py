@@ -5,6 +5,7 @@ Reads a program, its binding and broadcasting index tensors; makes the tensor of
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,7 @@ def evaluate(
     body: Expr | None = None,
     out_of_range: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The program's value on broadcasting torch tensors, with torch's own semantics.
+    """The program's value on broadcasting torch tensors, with torch's own semantics, autocast or not.
 
     Args:
         b, h, q_idx, kv_idx: int64 tensors that broadcast against each other.
@@ -59,7 +60,18 @@ def evaluate(
         result: torch.Tensor = OPS[node.op].eval(*args)
         return result
 
-    return fold([body or program.body], visit)[0]
+    with without_autocast(device.type):  # kernels compute in the program's dtypes, and tile maps must agree with them
+        return fold([body or program.body], visit)[0]
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Switches autocast off inside, where it is on for that type of device."""
+    return torch.autocast(device_type, enabled=False) if is_autocasting(device_type) else contextlib.nullcontext()
+
+
+def is_autocasting(device_type: str) -> bool:
+    """Whether autocast is on for that type of device; some types have none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def gather(

@@ -7,7 +7,6 @@ between cannot give gradients of a different mask.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import UnsupportedError
+from flexattn.frontend.evaluate import without_autocast
 from flexattn.runtime import settings, stats, strict
 from flexattn.runtime.plan import Needs, Plan, Problem, output_like, stride_order
 
@@ -105,7 +105,7 @@ def run_forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | 
     """The forward pass without autograd: out in query's stride order, lse, max_scores or None."""
     if is_empty(problem):
         return _empty_outputs(problem)
-    with torch.no_grad(), _full_precision(problem.q.device.type):
+    with torch.no_grad(), without_autocast(problem.q.device.type):  # inputs have its dtype already; sums keep float32
         runner = strict if strict.is_needed(problem) else backend_module(plan)
         out, lse, max_scores = runner.forward(problem, plan)
         _count(plan, "forward")
@@ -122,7 +122,7 @@ def run_backward(
         return tuple(torch.zeros_like(x) if want else None for x, want in zip(inputs, wanted))
     if any(needs[3]):
         _alert_not_deterministic(plan)
-    with _full_precision(problem.q.device.type):
+    with without_autocast(problem.q.device.type):
         runner = strict if strict.is_needed(problem, upstream[0]) else backend_module(plan)
         d_q, d_k, d_v, d_captures = runner.backward(problem, plan, *saved, *upstream, needs)
         _count(plan, "backward")
@@ -154,13 +154,6 @@ def _in_query_order(out: Tensor, q: Tensor) -> Tensor:
     if out.permute(order).is_contiguous():
         return out
     return torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device).copy_(out)
-
-
-def _full_precision(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Switches autocast off inside: inputs have its dtype already, and sums must keep float32."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def _alert_not_deterministic(plan: Plan) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import CallError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError
+from flexattn.frontend.evaluate import is_autocasting
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
@@ -39,8 +40,9 @@ def validate(query: Any, key: Any, value: Any, *, enable_gqa: bool, scale: Any) 
     Raises: CallError, UnsupportedError, InputDeviceError, DTypeError, ShapeError, OptionError.
     """
     _check_tensors(query, key, value)
-    query, key, value = _autocast(query, key, value)
-    _check_dtypes(query, key, value)
+    given = query, key, value
+    query, key, value = _autocast(*given)
+    _check_dtypes((query, key, value), given)
     _check_dims(query, key, value)
     _check_heads(query.shape[1], key.shape[1], enable_gqa=enable_gqa)
     return query, key, value, _check_scale(scale, query.shape[-1])
@@ -74,25 +76,34 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, what torch does: floats other than float64 become autocast's dtype."""
+    """Under autocast, what torch does: floats other than float64 become autocast's dtype, by a step that autograd records.
+
+    Gradients thus come back in the dtypes that were given; captured tensors keep their own.
+    """
     kind = query.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not is_autocasting(kind):
         return query, key, value
     dtype = torch.get_autocast_dtype(kind)
-    query, key, value = (x.to(dtype) if x.dtype in DTYPES[:3] else x for x in (query, key, value))
-    return query, key, value
+    cast = lambda x: x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+    return cast(query), cast(key), cast(value)
 
 
-def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    given = _each({"query": query, "key": key, "value": value}, lambda x: x.dtype)
-    if not query.dtype == key.dtype == value.dtype:
-        what = "Expected query, key, and value to have the same dtype"
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            what += " (Backward pass with mixed query, key, and value dtype is not supported)"
-        raise DTypeError(what, given=given, hint="casting them to one dtype, or torch.autocast")
-    if query.dtype not in DTYPES:
+def _check_dtypes(tensors: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> None:
+    """`tensors` are what runs, `given` what the caller passed, which is what an error speaks of."""
+    query, key, value = tensors
+    if query.dtype == key.dtype == value.dtype and query.dtype in DTYPES:
+        return
+    dtypes = _each(dict(zip(("query", "key", "value"), given)), lambda x: x.dtype)
+    if query.dtype == key.dtype == value.dtype:
         what = "query, key and value must be float16, bfloat16, float32 or float64"
-        raise DTypeError(what, given=given, hint="query.float(), key.float(), value.float(), or a half type")
+        raise DTypeError(what, given=dtypes, hint="query.float(), key.float(), value.float(), or a half type")
+    what = "Expected query, key, and value to have the same dtype"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        what += " (Backward pass with mixed query, key, and value dtype is not supported)"
+    hint = "casting them to one dtype, or torch.autocast"
+    if is_autocasting(query.device.type):
+        hint = "casting them to one dtype: autocast leaves float64 and integers as they are"
+    raise DTypeError(what, given=dtypes, hint=hint)
 
 
 def _check_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
