@@ -6,7 +6,7 @@ Reads tensors and mods, makes tensors, or raises AssertionError with the figures
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +102,11 @@ class Result:
     out: Tensor
     lse: Tensor
     grads: tuple[Tensor, ...]
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {"out": self.out, "lse": self.lse, **{f"gradient {i}": g for i, g in enumerate(self.grads)}}
 
 
 def weights_for(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,6 +269,13 @@ def _dense(
     return tuple(results)
 
 
+def kept_pairs(mask_mod: Any, q_len: int, kv_len: int, device: str) -> int:
+    """How many pairs attention itself keeps: with scores of 0 a row's lse is the log of its kept keys."""
+    q, k = (torch.zeros(1, 1, n, 4, device=device) for n in (q_len, kv_len))
+    aux = flexattn.flex_attention(q, k, k, mask_mod=mask_mod, return_aux=flexattn.AuxRequest(lse=True))[1]
+    return int(aux.lse.double().exp().round().sum())
+
+
 # ---------------------------------------------------------------- the error rule
 def mean_error(actual: Tensor, expected: Tensor) -> tuple[float, float]:
     """(mean, maximum) of |actual - expected|, in float64; infinities must be at the same places, NaN is an infinite error."""
@@ -289,12 +301,6 @@ def assert_rule(name: str, actual: Tensor, expected: Tensor, fair: Sequence[Tens
     figures = f"{name}: mean error {error:.3g} (max {worst:.3g}), fair {fair_error:.3g} (max {fair_worst:.3g})"
     assert error <= max(factor * fair_error, 1e-7 * size), figures
     assert worst <= (2 * fair_worst + 1e-3 if dtype in HALF else 2e-5 * max(1.0, largest)), figures
-
-
-def assert_within(actual: Tensor, expected: Tensor) -> None:
-    """The collected cases' bound for float32 where nothing says how large an error is fair."""
-    error, bound = mean_error(actual, expected)[1], 2e-5 * max(1.0, expected.abs().max().item())
-    assert error <= bound, f"error {error:.3g} above {bound:.3g}"
 
 
 def assert_explains(error: BaseException, *words: object) -> None:
@@ -330,3 +336,19 @@ def check(
         name = f"gradient {i} of shape {tuple(leaf.shape)}"
         assert_rule(name, result.grads[i], expected.grads[i], [x.grads[i] for x in fair], qkv[0].dtype)
     return result
+
+
+def check_shared(
+    qkv: Sequence[Tensor], leaf: Tensor, collect: Callable[[Sequence[Tensor]], Tensor], mask_mod: Any = None
+) -> None:
+    """Query, key and value of which some are views of one leaf: its gradient is what `collect` makes of theirs."""
+    alone = [x.detach().requires_grad_(x.requires_grad) for x in qkv]
+    expected, fair = exact(alone, mask_mod), dense(alone, mask_mod)
+    weights = weights_for(qkv[0], qkv[2])
+    with nan_filled_allocations():
+        out, aux = flexattn.flex_attention(
+            *qkv, mask_mod=mask_mod, enable_gqa=True, return_aux=flexattn.AuxRequest(lse=True)
+        )
+        (grad,) = differentiate(out, aux.lse, [leaf], weights).grads
+    assert_rule("out", out, expected.out, [x.out for x in fair], leaf.dtype)
+    assert_rule("gradient of the leaf", grad, collect(expected.grads), [collect(x.grads) for x in fair], leaf.dtype)

@@ -1,0 +1,112 @@
+"""Cases users ran into, section C: head dimensions, data types, precision and the base of the log-sum.
+
+Every case compares with the float64 oracle under the contract's error rule, or demands equality where the contract does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexattn import AuxRequest, flex_attention
+from flexattn.runtime.reference import oracle
+from tests.cases.bounds import assert_each_within
+from tests.helpers import (
+    ALIGNED,
+    DEVICES,
+    causal,
+    check,
+    check_shared,
+    guarded,
+    make_qkv,
+)
+
+BF16, F32 = torch.bfloat16, torch.float32
+on_devices = pytest.mark.parametrize("device", DEVICES)
+in_both_dtypes = pytest.mark.parametrize("dtype", [BF16, F32])
+
+
+# ---------------------------------------------------------------- C22: every head dimension
+@on_devices
+@in_both_dtypes
+@pytest.mark.parametrize("dim", [4, 8, 16, 24, 31, 40, 46, 64, 72, 80, 96, 112, 121, 128, 160, 192, 224, 256, 320])
+def test_c22_head_dims(device, dim, dtype) -> None:
+    """Forward and backward over two query heads of one key head, then one query a head against the same keys."""
+    check(make_qkv(1, (2, 1), (200, 200), (dim, dim), dtype=dtype, device=device, guard=ALIGNED), causal)
+    decode = make_qkv(4, (16, 4), (1, 200), (dim, dim), dtype=dtype, device=device, guard=ALIGNED, requires_grad=False)
+    check(decode, lambda b, h, i, j: i + 189 >= j)
+
+
+# ---------------------------------------------------------------- C23: value of another dimension
+@on_devices
+@in_both_dtypes
+@pytest.mark.parametrize(
+    "dims", [(8, 16), (16, 8), (64, 96), (72, 80), (121, 128), (128, 512), (192, 128), (320, 64)], ids=str
+)
+def test_c23_value_of_another_dim(device, dims, dtype) -> None:
+    qkv = make_qkv(1, (2, 1), (70, 90), dims, dtype=dtype, device=device, guard=ALIGNED)
+    result = check(qkv, causal)
+    assert result.out.shape == (1, 2, 70, dims[1])
+
+
+@on_devices
+@in_both_dtypes
+def test_c23_value_is_a_view_of_key(device, dtype) -> None:
+    """Absorbed latent attention: key is [latent | rotary], value the latent part of the same storage."""
+    x = guarded((2, 1, 90, 192), dtype=dtype, device=device, guard=ALIGNED).requires_grad_()
+    q = guarded((2, 8, 70, 192), dtype=dtype, device=device, guard=ALIGNED).requires_grad_()
+    check_shared((q, x, x[..., :128]), x, lambda grads: grads[1] + F.pad(grads[2], (0, 64)), causal)
+
+
+@on_devices
+def test_c23_absorbed_latent_attention(device) -> None:
+    latent = guarded((2, 1, 90, 576), dtype=BF16, device=device)
+    q = guarded((2, 16, 20, 576), dtype=BF16, device=device)
+    check((q, latent, latent[..., :512]), lambda b, h, i, j: i + 70 >= j)
+
+
+# ---------------------------------------------------------------- C24: float32 and the log-sum
+@on_devices
+@pytest.mark.parametrize("q_len", [1, 300, 512])
+def test_c24_float32_precision_and_natural_lse(device, q_len) -> None:
+    mask = lambda b, h, i, j: i + (512 - q_len) >= j
+    qkv = make_qkv(1, (2, 2), (q_len, 512), (64, 64), device=device, guard=ALIGNED)
+    result = check(qkv, mask)
+    with torch.no_grad():
+        out, aux = flex_attention(*qkv, mask_mod=mask, return_aux=AuxRequest(lse=True))
+    assert torch.equal(out, result.out)
+    assert torch.equal(aux.lse, result.lse)
+    expected, expected_lse = oracle(*qkv, mask)
+    assert (out - expected).abs().max() <= 2e-5
+    assert_each_within("lse", aux.lse, expected_lse)  # 0, or a base of 2, which is larger by 1 / ln 2, would be far off
+    assert expected_lse.abs().max() > 1
+    assert aux.lse.dtype == F32
+    assert aux.lse.shape == (1, 2, q_len)
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 512])
+def test_c24_tf32_only_when_asked(q_len) -> None:
+    q, k, v = make_qkv(4, (8, 8), (q_len, 512), (64, 64), device="cuda", guard=ALIGNED, requires_grad=False)
+    mask = lambda b, h, i, j: i + (512 - q_len) >= j
+    expected, _ = oracle(q, k, v, mask)
+    errors = []
+    for precision in ("highest", "high", "highest"):
+        with matmul_precision(precision):
+            errors.append((flex_attention(q, k, v, mask_mod=mask) - expected).abs().max().item())
+    assert max(errors[0], errors[2]) <= 2e-5
+    assert 2e-5 < errors[1] < 2e-2
