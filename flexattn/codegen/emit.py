@@ -22,6 +22,7 @@ _SKELETONS = {
     "dkdv": ("backward", "attention_backward_dkdv"),
 }
 _TABLE = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
+_LOADS = {"strided": 0, "unit": 1, "described": 2}  # as skeletons/tiles.py numbers them
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
 
@@ -87,7 +88,7 @@ def emit(spec: KernelSpec) -> KernelSource:
         >>> bf16 = TensorLayout("bf16", is_unit=True, is_aligned=True, is_wide=False)
         >>> source = emit(KernelSpec("forward", target_of(90), TileConfig(128, 64, 4, 3), 64, 64, layouts=(bf16,) * 4))
         >>> source.function, source.signature["Q"], source.signature["q_len"]
-        ('attention_forward', '*bf16', 'i32')
+        ('attention_forward', 'tensordesc<bf16[1, 1, 128, 64]>', 'i32')
     """
     module, function = _SKELETONS[spec.kernel]
     functions = leaf_functions(spec)
@@ -116,14 +117,16 @@ class _Arguments:
         self.types: Signature = {}
         self.aligned: list[tuple[str, int | None, int]] = []
 
-    def tensor(self, name: str, layout: TensorLayout, strides: str) -> None:
-        """A [batch, heads, length, dim] tensor and the tuple of its strides (batch and head always 64 bit)."""
+    def tensor(self, name: str, layout: TensorLayout, strides: str, block: tuple[int, int] | None = None) -> None:
+        """A [batch, heads, length, dim] tensor and the tuple of its strides (batch and head always 64 bit); with a block
+        of (rows, dims) it comes as a tensor descriptor."""
         step = "i64" if layout.is_wide else "i32"
-        self.types[name] = f"*{layout.dtype}"
+        shape = "" if block is None else f"[1, 1, {block[0]}, {block[1]}]"
+        self.types[name] = f"tensordesc<{layout.dtype}{shape}>" if shape else f"*{layout.dtype}"
         self.types[strides] = ("i64", "i64", step, step)
         if layout.is_aligned:
             divisor = 16 // (4 if layout.dtype == "fp32" else 2)
-            self.aligned.append((name, None, 16))
+            self.aligned += [(name, None, 16)] if block is None else []
             self.aligned += [(strides, axis, divisor) for axis in range(3)]
 
     def result(self, name: str, dim: int, strides: str) -> None:
@@ -164,7 +167,6 @@ def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int |
 
 def _dq_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
-    _inputs(arguments)
     _backward_inputs(arguments)
     arguments.result("DQ", spec.qk_dim, "dq_strides")
     arguments.plain(sums=("*fp32",) * len(spec.capture_grads) or ("i32",))
@@ -173,7 +175,6 @@ def _dq_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | No
 
 def _dkdv_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
-    _inputs(arguments)
     _backward_inputs(arguments)
     arguments.result("DK", spec.qk_dim, "dk_strides")
     arguments.result("DV", spec.v_dim, "dv_strides")
@@ -181,13 +182,16 @@ def _dkdv_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | 
     return arguments.types, arguments.aligned
 
 
-def _inputs(arguments: _Arguments) -> None:
-    for name, layout in zip("QKV", arguments.spec.layouts):
-        arguments.tensor(name, layout, f"{name.lower()}_strides")
+def _inputs(arguments: _Arguments, names: tuple[str, ...] = ("Q", "K", "V")) -> None:
+    spec = arguments.spec
+    (qk_pad, v_pad), config = tile_dims(spec.qk_dim, spec.v_dim, spec.target), spec.config
+    blocks = ((config.BLOCK_M, qk_pad), (config.BLOCK_N, qk_pad), (config.BLOCK_N, v_pad), (config.BLOCK_M, v_pad))
+    for name, layout, load, block in zip(names, spec.layouts, spec.loads, blocks):
+        arguments.tensor(name, layout, f"{name.lower()}_strides", block if load == "described" else None)
 
 
 def _backward_inputs(arguments: _Arguments) -> None:
-    arguments.tensor("D_OUT", arguments.spec.layouts[3], "d_out_strides")
+    _inputs(arguments, ("Q", "K", "V", "D_OUT"))
     arguments.plain(ROW_LSE="*fp32", DELTA="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_TABLE, **_WALK)
     arguments.captures()
 
@@ -198,20 +202,20 @@ _SIGNATURES = {"forward": _forward_signature, "delta": _delta_signature, "dq": _
 # ---------------------------------------------------------------- constants
 def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     """Values of the upper-case parameters; a user function that is absent is None."""
-    q, k, v, d_out = spec.layouts
+    q, k, v, d_out = (_LOADS[load] for load in spec.loads)
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
-                "IS_D_OUT_UNIT": d_out.is_unit}  # fmt: skip
+                "D_OUT_LOAD": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     values: dict[str, Any] = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
         "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
-        "FOLD_SCALE": spec.fold_scale, "HAS_TABLE": spec.facts.has_table, "IS_Q_UNIT": q.is_unit, "IS_K_UNIT": k.is_unit,
-        "IS_V_UNIT": v.is_unit, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
+        "FOLD_SCALE": spec.fold_scale, "HAS_TABLE": spec.facts.has_table, "Q_LOAD": q, "K_LOAD": k,
+        "V_LOAD": v, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
     }  # fmt: skip
     if spec.kernel == "forward":
         return {**values, "WANT_MAX": spec.want_max}
-    values |= {"SCORE_GRAD": None, "IS_D_OUT_UNIT": d_out.is_unit}
+    values |= {"SCORE_GRAD": None, "D_OUT_LOAD": d_out}
     if spec.kernel == "dq":
         return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq}
     return {**values, "WANT_DK": spec.want_dk, "WANT_DV": spec.want_dv}

@@ -49,12 +49,14 @@ class TensorLayout:
         is_unit: The last dimension has stride 1.
         is_aligned: Also, the pointer and the other strides are multiples of 16 bytes.
         is_wide: Offsets inside one tile may pass 2^31 elements.
+        is_expanded: A dimension has stride 0, which a tensor descriptor cannot say.
     """
 
     dtype: str
     is_unit: bool
     is_aligned: bool
     is_wide: bool
+    is_expanded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,13 @@ class KernelSpec:
         return tuple(kind for program in (self.score, self.mask) if program is not None for kind in program.numbers)
 
     @property
+    def loads(self) -> tuple[str, ...]:
+        """How each of q, k, v and d_out is loaded: 'described' (by the hardware, through a tensor descriptor), 'unit'
+        (last stride 1) or 'strided'."""
+        has_descriptors = self.target.has_descriptors and self.kernel != "delta"
+        return tuple(_load(layout, has_descriptors) for layout in self.layouts)
+
+    @property
     def dialect(self) -> str:
         """Whose spelling of an operation the leaves use."""
         return "triton_interpret" if self.target.is_interpreter else "triton"
@@ -116,6 +125,11 @@ class KernelSpec:
         return {"bf16": "hardware", "fp16": "exp2"}.get(self.layouts[0].dtype, "exact")
 
 
+def _load(layout: TensorLayout, has_descriptors: bool) -> str:
+    describable = layout.dtype != "fp32" and layout.is_aligned and not layout.is_expanded
+    return "described" if has_descriptors and describable else "unit" if layout.is_unit else "strided"
+
+
 def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout:
     """Layout facts of a [batch, heads, length, dim] tensor."""
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -126,7 +140,8 @@ def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout
     multiple = 16 // tensor.element_size()
     aligned = unit and tensor.data_ptr() % 16 == 0 and all(s % multiple == 0 for s in strides[:3])
     reach = max(tile_rows, 256) * strides[2] + 2 * tensor.shape[3] * strides[3]
-    return TensorLayout(_NAMES[tensor.dtype], unit, aligned, reach > LIMIT_32)
+    expanded = any(s <= 0 and n > 1 for s, n in zip(strides, tensor.shape))
+    return TensorLayout(_NAMES[tensor.dtype], unit, aligned, reach > LIMIT_32, expanded)
 
 
 def fresh_layout(dtype: torch.dtype, dim: int) -> TensorLayout:

@@ -42,6 +42,11 @@ class Target:
             return "wgmma"
         return "tcgen05" if self.arch // 10 in (10, 11) else "mma"
 
+    @property
+    def has_descriptors(self) -> bool:
+        """Whether tiles are loaded by the hardware through tensor descriptors, straight to where the products read."""
+        return self.family != "mma"
+
 
 INTERPRETER = Target(arch=0, shared_bytes=1 << 30, processors=1, l2_bytes=1 << 20)
 

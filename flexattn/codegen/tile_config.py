@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SHORT_QUERIES = 32  # up to here a call is in the "short" size class and takes small query tiles
 AT_MOST = 3  # configurations a direction may try
 _DEP_Q, _DEP_KV = 8, 16
+_CHOSEN = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # what a caller may fix
+_SUFFIX = {"forward": "", "dkdv": "1", "dq": "2"}  # of torch's names for the tiles of a kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class TileProblem:
     v_pad: int
     is_short: bool
     gathers: int  # captured reads in the loop whose index moves along both tile axes
+    has_score: bool = False  # there is a score_mod
 
     @property
     def pad(self) -> int:
@@ -53,23 +56,28 @@ class TileProblem:
 # (largest padded head dim, configurations), best first; 16-bit inputs. Rows below the first fitting one follow it.
 _WGMMA = {
     "forward": (
-        (64, ((128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 2))),
-        (128, ((64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
+        (64, ((64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2))),
+        (128, ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
         (256, ((128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1))),
         (512, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     ),
     "dq": (
-        (64, ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
-        (128, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2))),
+        (64, ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2))),
+        (128, ((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
         (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
         (512, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
     ),
     "dkdv": (
-        (64, ((64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2))),
-        (128, ((32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 1))),
+        (64, ((32, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2))),
+        (128, ((64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 2))),
         (256, ((32, 64, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))),
         (512, ((32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
     ),
+}
+_WGMMA_SCORED = {  # a score_mod's derivative takes registers that the larger tiles do not have
+    "forward": (),
+    "dq": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))),),
+    "dkdv": ((64, ((64, 64, 4, 2), (64, 64, 4, 3))), (128, ((32, 64, 4, 3), (32, 64, 4, 2)))),
 }
 _MMA = {
     "forward": (
@@ -187,7 +195,8 @@ def candidates(
     """
     gathers = sum(gathers_of(p) for p in programs if p is not None)
     pads, is_short = tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES
-    problem = TileProblem(kernel, target, element_bytes, *pads, is_short, gathers)
+    has_score = any(p is not None and p.kind == "score" for p in programs)
+    problem = TileProblem(kernel, target, element_bytes, *pads, is_short, gathers, has_score)
     found = _preferred(problem)
     return found if options is None else _with_options(problem, found, options)
 
@@ -220,8 +229,9 @@ def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
 def _listed(problem: TileProblem) -> list[TileConfig]:
     """The preference list of this family, from the row of this head dim on."""
     families = _SINGLE if problem.element_bytes == 4 else _MMA if problem.target.family == "mma" else _WGMMA
-    rows = [configs for pad, configs in families[problem.kernel] if pad >= problem.pad]
-    listed = [TileConfig(*c) for configs in rows for c in configs]
+    scored = _WGMMA_SCORED if problem.has_score and families is _WGMMA else {}
+    preferences = (*scored.get(problem.kernel, ()), *families[problem.kernel])
+    listed = [TileConfig(*c) for pad, configs in preferences if pad >= problem.pad for c in configs]
     gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128
     short = problem.is_short and problem.kernel == "forward"
     return [*(_SHORT if short else ()), *(_GATHERING[problem.kernel] if gathering else ()), *listed]
@@ -229,8 +239,8 @@ def _listed(problem: TileProblem) -> list[TileConfig]:
 
 def _with_options(problem: TileProblem, found: tuple[TileConfig, ...], options: Any) -> tuple[TileConfig, ...]:
     """The caller's tiles in place of the preferred ones. BLOCK_M1/N1 are torch's names for dk and dv, M2/N2 for dq."""
-    suffix = {"forward": "", "dkdv": "1", "dq": "2"}[problem.kernel]
-    given = {name: _option(options, name, suffix) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
+    suffix = _SUFFIX[problem.kernel]
+    given = {name: _option(options, name, suffix) for name in _CHOSEN}
     if all(value is None for value in given.values()):
         return found
     base = found[0]
@@ -265,3 +275,60 @@ def _check_option(config: TileConfig, problem: TileProblem) -> None:
 def delta_config(v_pad: int) -> TileConfig:
     """Launch shape of the backward's pre-pass: about 8K elements a program."""
     return TileConfig(max(16, min(128, 8192 // v_pad)), 16, 4, 1)
+
+
+# ---------------------------------------------------------------- what autotuning times
+TRIALS_AT_MOST = 10
+_ACCUMULATORS = 192  # float32 sums a thread may hold; more spill, and take the compiler long
+
+
+def trials(
+    kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
+    programs: Sequence[Program | None] = (), options: Any = None,
+) -> tuple[TileConfig, ...]:  # fmt: skip
+    """Configurations worth timing for a call: the preferred ones, then neighbours of the first.
+
+    Args: as of `candidates`.
+
+    Returns:
+        At most TRIALS_AT_MOST legal configurations, the default first; only the caller's own where `options` fixes any.
+
+    Raises:
+        OptionError: The caller's tiles do not fit.
+    """
+    sizes = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len}
+    preferred = candidates(kernel, target, programs=programs, options=options, **sizes)
+    if is_fixed(kernel, options) or target.is_interpreter:
+        return preferred
+    gathers = sum(gathers_of(p) for p in programs if p is not None)
+    pads = tile_dims(qk_dim, v_dim, target)
+    problem = TileProblem(kernel, target, element_bytes, *pads, q_len <= SHORT_QUERIES, gathers)
+    near = [c for c in _neighbours(preferred[0]) if is_legal(c, problem) and _accumulators(c, problem) <= _ACCUMULATORS]
+    return tuple(dict.fromkeys((*preferred, *near)))[:TRIALS_AT_MOST]
+
+
+def is_fixed(kernel: str, options: Any) -> bool:
+    """Whether a caller's TileOptions fix something of this kernel's tiles, so that there is nothing to choose."""
+    suffix = _SUFFIX[kernel]
+    return any(_option(options, name, suffix) is not None for name in _CHOSEN)
+
+
+def _neighbours(config: TileConfig) -> list[TileConfig]:
+    """One step away: a stage more or less, other warps, a tile side doubled or halved (rows with their warps)."""
+    m, n, warps, stages = config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages
+    more, fewer = min(8, 2 * warps), max(4, warps // 2)
+    steps = [
+        (m, n, warps, stages + 1), (m, n, warps, stages - 1), (2 * m, n, more, stages), (m // 2, n, fewer, stages),
+        (m, 2 * n, warps, stages), (m, n // 2, warps, stages), (m, 2 * n, more, stages), (m, n, more, stages),
+        (m, n, fewer, stages),
+    ]  # fmt: skip
+    sound = [s for s in steps if 16 <= s[0] <= 256 and 16 <= s[1] <= 256 and 1 <= s[3] <= 5]
+    return [TileConfig(*s) for s in sound]
+
+
+def _accumulators(config: TileConfig, problem: TileProblem) -> int:
+    """float32 sums a thread holds: the kernel's results, and its tile of scores (and of their gradients)."""
+    m, n = config.BLOCK_M, config.BLOCK_N
+    results = {"forward": m * problem.v_pad, "dq": m * problem.qk_pad, "dkdv": n * (problem.qk_pad + problem.v_pad)}
+    scores = m * n * (1 if problem.kernel == "forward" else 2)
+    return (results[problem.kernel] + scores) // (32 * config.num_warps)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,18 +34,26 @@ class Kernel:
         self.source, self.compiled = source, compiled
         self.name = source.spec.kernel
         self.order = tuple(n if n in source.signature else None for n in jit_function(source).arg_names)
+        self.blocks = {
+            name: _block(kind) for name, kind in source.signature.items() if str(kind).startswith("tensordesc")
+        }
 
     def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches `programs` programs on the current stream; the caller has made `device` current."""
         if programs <= 0:
             return
-        values = [None if name is None else _plain(arguments[name]) for name in self.order]
+        values = [None if name is None else self._value(name, arguments[name]) for name in self.order]
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         compiled = self.compiled
         hooks = _launch_hooks()
         metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if hooks[0] is not None else None
         compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *values)
         stats.record_launch(self.name)
+
+    def _value(self, name: str, value: Any) -> Any:
+        """An argument as the launcher takes it: an address, a number, a tuple of both, or a tensor descriptor."""
+        block = self.blocks.get(name)
+        return _plain(value) if block is None else _descriptor(value, block)
 
 
 class InterpretedKernel:
@@ -87,6 +93,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return tuple(_plain(x) for x in value) if isinstance(value, tuple) else value
+
+
+def _block(kind: str) -> list[int]:
+    """The block shape in 'tensordesc<bf16[1, 1, 64, 128]>'."""
+    return [int(n) for n in kind[kind.index("[") + 1 : kind.index("]")].split(",")]
+
+
+def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
+    """A tensor descriptor; the stride of a dimension of one entry may be anything, so it gets one the hardware takes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, unit = list(tensor.shape), 16 // tensor.element_size()
+    strides = [unit if n == 1 else stride for n, stride in zip(shape[:3], tensor.stride())]
+    return TensorDescriptor(tensor, shape, [*strides, 1], block)
 
 
 def _launch_hooks() -> tuple[Any, Any]:
@@ -129,19 +149,9 @@ def leaf_module(text: str, digest: str) -> ModuleType:
 
 
 def _write_leaf(text: str, filename: str) -> Path:
-    folder = settings.cache_dir() / "leaves"
-    path = folder / filename
-    if path.exists() and path.read_text() == text:
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    path = settings.cache_dir() / "leaves" / filename
+    if not path.exists() or path.read_text() != text:
+        settings.write_whole(path, text)
     return path
 
 
@@ -217,18 +227,23 @@ def first_that_builds(
             return spec, kernel_for(spec, device)
         except Exception as error:  # compilers fail in many ways; the next configuration may still work
             failure = error
-            config, first_line = spec.config, (str(error).splitlines() or ["no message"])[0]
-            settings.warn_once(
-                f"build {spec.kernel} {config} {spec.target.arch}",
-                f"flexattn: the {spec.kernel} kernel with {config} failed to build on sm_{spec.target.arch} "
-                f"({type(error).__name__}: {first_line}); trying the next configuration",
-                settings.FlexPerformanceWarning,
-            )
+            announce(spec, error)
     raise CompileError(
         f"no configuration of the {specs[0].kernel} kernel could be built for sm_{specs[0].target.arch}",
         given=f"{type(failure).__name__}: {failure}",
         hint="kernel_options={'BACKEND': 'TORCH'}, or smaller tiles with kernel_options={'BLOCK_M': 16, 'BLOCK_N': 16}",
     ) from failure
+
+
+def announce(spec: KernelSpec, error: Exception) -> None:
+    """Says once that a configuration failed to build or to run, and why."""
+    config, first_line = spec.config, (str(error).splitlines() or ["no message"])[0]
+    settings.warn_once(
+        f"build {spec.kernel} {config} {spec.target.arch}",
+        f"flexattn: the {spec.kernel} kernel with {config} failed on sm_{spec.target.arch} "
+        f"({type(error).__name__}: {first_line}); trying the next configuration",
+        settings.FlexPerformanceWarning,
+    )
 
 
 def clear() -> None:
@@ -241,6 +256,7 @@ def clear() -> None:
 __all__ = [
     "InterpretedKernel",
     "Kernel",
+    "announce",
     "build",
     "clear",
     "first_that_builds",

@@ -16,16 +16,14 @@ from flexattn.codegen.skeletons import softmax, tiles
 @triton.jit
 def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, pairs,
                              lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                             HAS_D_LSE: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr):
+                             HAS_D_LSE: tl.constexpr, D_OUT_LOAD: tl.constexpr):
     """delta of BLOCK_M rows, and their log-sums as the gradient kernels read them."""
     pair = tl.program_id(0) // lines
     first = (tl.program_id(0) % lines) * BLOCK_M
-    batch = (pair // q_heads).to(tl.int64)
-    head = (pair % q_heads).to(tl.int64)
-    out = tiles.load_tile(OUT + batch * out_strides[0] + head * out_strides[1], first, out_strides[2], out_strides[3],
-                          q_len, BLOCK_M, V_DIM, V_PAD, True, True)
-    d_out = tiles.load_tile(D_OUT + batch * d_out_strides[0] + head * d_out_strides[1], first, d_out_strides[2],
-                            d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_UNIT, True)
+    batch = pair // q_heads
+    head = pair % q_heads
+    out = tiles.load_tile(OUT, out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, tiles.UNIT, True)
+    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, D_OUT_LOAD, True)
     rows = first + tl.arange(0, BLOCK_M)
     at = pair.to(tl.int64) * q_len + rows
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
@@ -63,14 +61,15 @@ def _score_gradient(grad, natural, modified, batch, head, q_idx, kv_idx, caps, I
 
 
 @triton.jit
-def _dq_sweep(dq, q, d_out, row_lse, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums, scale,
-              factor, batch, head, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
+def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, tile, k_strides, v_strides, caps, sums, scale,
+              factor, batch, head, group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
               MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
               V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DQ: tl.constexpr,
-              IS_K_UNIT: tl.constexpr, IS_V_UNIT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+              K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every key tile of one kind to dq [M, QK] and to the sums of captured tensors."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
+    kv_head = head // group
     spans, start, stop, more = tiles.first_span(line, tile, q_len, kv_len, KIND, HAS_TABLE, BLOCK_M, BLOCK_N)
     for span in range(0, spans):
         if span > 0:
@@ -78,9 +77,9 @@ def _dq_sweep(dq, q, d_out, row_lse, delta, k_base, v_base, line, EXTRA, tile, k
             stop = tl.load(EXTRA + 2 * (more + span - 1) + 1)
         for block in tl.range(start, stop):
             first = block * BLOCK_N
-            k = tiles.load_tile(k_base, first, k_strides[2], k_strides[3], kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_UNIT,
+            k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, K_LOAD,
                                 IS_PARTIAL)  # [N, QK]
-            v = tiles.load_tile(v_base, first, v_strides[2], v_strides[3], kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_UNIT,
+            v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, V_LOAD,
                                 IS_PARTIAL)  # [N, V]
             natural = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
             natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
@@ -107,8 +106,8 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
                           SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
                           V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr,
-                          WANT_DQ: tl.constexpr, IS_Q_UNIT: tl.constexpr, IS_K_UNIT: tl.constexpr,
-                          IS_V_UNIT: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+                          WANT_DQ: tl.constexpr, Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr,
+                          V_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr,
                           UPCAST: tl.constexpr):
     """dq of one query tile of one (batch, head) pair; grid: pairs * lines programs."""
     pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
@@ -118,40 +117,32 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
     tile = tiles.line_tile(line, rank, HAS_TABLE)
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
-    wide_batch = batch.to(tl.int64)
-    wide_head = head.to(tl.int64)
-    kv_head = (head // group).to(tl.int64)
-    q = tiles.load_tile(Q + wide_batch * q_strides[0] + wide_head * q_strides[1], first, q_strides[2], q_strides[3],
-                        q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_UNIT, True)
-    d_out = tiles.load_tile(D_OUT + wide_batch * d_out_strides[0] + wide_head * d_out_strides[1], first,
-                            d_out_strides[2], d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_UNIT, True)
+    q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD, True)
+    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, D_OUT_LOAD, True)
     at = pair.to(tl.int64) * q_len + rows
     row_lse = tl.load(ROW_LSE + at, mask=rows < q_len, other=float("inf"))
     delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
-    k_base = K + wide_batch * k_strides[0] + kv_head * k_strides[1]
-    v_base = V + wide_batch * v_strides[0] + kv_head * v_strides[1]
     factor = softmax.factor_of(scale, FOLD_SCALE)
     dq = tl.zeros([BLOCK_M, QK_PAD], tl.float32)
-    dq = _dq_sweep(dq, q, d_out, row_lse, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
-                   scale, factor, batch, head, rows[:, None], q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
+    dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+                   scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
                    SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
-                   WANT_DQ, IS_K_UNIT, IS_V_UNIT, PRECISION, UPCAST)
-    dq = _dq_sweep(dq, q, d_out, row_lse, delta, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, sums,
-                   scale, factor, batch, head, rows[:, None], q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
+                   WANT_DQ, K_LOAD, V_LOAD, PRECISION, UPCAST)
+    dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+                   scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
                    SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
-                   WANT_DQ, IS_K_UNIT, IS_V_UNIT, PRECISION, UPCAST)
+                   WANT_DQ, K_LOAD, V_LOAD, PRECISION, UPCAST)
     if WANT_DQ:
-        tiles.store_tile(DQ + wide_batch * dq_strides[0] + wide_head * dq_strides[1], first, dq_strides[2],
-                         dq_strides[3], q_len, dq * scale, BLOCK_M, QK_DIM, QK_PAD, True)
+        tiles.store_tile(DQ, dq_strides, batch, head, first, q_len, dq * scale, BLOCK_M, QK_DIM, QK_PAD)
 
 
 @triton.jit
-def _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, lse_base, delta_base, line, EXTRA, tile, q_strides, d_out_strides,
+def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, tile, q_strides, d_out_strides,
                 caps, scale, factor, batch, head, kv_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
                 MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                 QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-                IS_Q_UNIT: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                Q_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every query tile of one kind to dk [N, QK] and dv [N, V]; scores are transposed, [N, M]."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     spans, start, stop, more = tiles.first_span(line, tile, kv_len, q_len, KIND, HAS_TABLE, BLOCK_N, BLOCK_M)
@@ -162,10 +153,10 @@ def _dkdv_sweep(dk, dv, k, v, q_base, d_out_base, lse_base, delta_base, line, EX
         for block in tl.range(start, stop):
             first = block * BLOCK_M
             rows = first + tl.arange(0, BLOCK_M)
-            q = tiles.load_tile(q_base, first, q_strides[2], q_strides[3], q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_UNIT,
+            q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD,
                                 IS_PARTIAL)  # [M, QK]
-            d_out = tiles.load_tile(d_out_base, first, d_out_strides[2], d_out_strides[3], q_len, BLOCK_M, V_DIM, V_PAD,
-                                    IS_D_OUT_UNIT, IS_PARTIAL)  # [M, V]
+            d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, D_OUT_LOAD,
+                                    IS_PARTIAL)  # [M, V]
             if IS_PARTIAL:
                 row_lse = tl.load(lse_base + rows, mask=rows < q_len, other=float("inf"))
                 delta = tl.load(delta_base + rows, mask=rows < q_len, other=0.0)
@@ -195,8 +186,8 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
                             MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                             QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                             FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DK: tl.constexpr,
-                            WANT_DV: tl.constexpr, IS_Q_UNIT: tl.constexpr, IS_K_UNIT: tl.constexpr,
-                            IS_V_UNIT: tl.constexpr, IS_D_OUT_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+                            WANT_DV: tl.constexpr, Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr,
+                            V_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr,
                             UPCAST: tl.constexpr):
     """dk and dv of one key tile of one (key batch, key head) pair; grid: pairs * lines programs.
 
@@ -210,12 +201,8 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
     tile = tiles.line_tile(line, rank, HAS_TABLE)
     first = tile * BLOCK_N
     kv_idx = (first + tl.arange(0, BLOCK_N))[:, None]
-    wide_batch = kv_batch.to(tl.int64)
-    wide_head = kv_head.to(tl.int64)
-    k = tiles.load_tile(K + wide_batch * k_strides[0] + wide_head * k_strides[1], first, k_strides[2], k_strides[3],
-                        kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_UNIT, True)
-    v = tiles.load_tile(V + wide_batch * v_strides[0] + wide_head * v_strides[1], first, v_strides[2], v_strides[3],
-                        kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_UNIT, True)
+    k = tiles.load_tile(K, k_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, K_LOAD, True)
+    v = tiles.load_tile(V, v_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, V_LOAD, True)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     dk = tl.zeros([BLOCK_N, QK_PAD], tl.float32)
     dv = tl.zeros([BLOCK_N, V_PAD], tl.float32)
@@ -224,8 +211,6 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
         batch = kv_batch + repeat // group
         head = kv_head * group + repeat % group
         line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
-        q_base = Q + batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1]
-        d_out_base = D_OUT + batch.to(tl.int64) * d_out_strides[0] + head.to(tl.int64) * d_out_strides[1]
         row_offset = (batch * q_heads + head).to(tl.int64) * q_len
         if BY_HEAD:
             part_dk = tl.zeros([BLOCK_N, QK_PAD], tl.float32)
@@ -233,16 +218,16 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
         else:
             part_dk = dk
             part_dv = dv
-        part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, q_base, d_out_base, ROW_LSE + row_offset,
+        part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, Q, D_OUT, ROW_LSE + row_offset,
                                        DELTA + row_offset, line, EXTRA, tile, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
                                        SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                                       HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION, UPCAST)
-        part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, q_base, d_out_base, ROW_LSE + row_offset,
+                                       HAS_TABLE, WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
+        part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, Q, D_OUT, ROW_LSE + row_offset,
                                        DELTA + row_offset, line, EXTRA, tile, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
                                        SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                                       HAS_TABLE, WANT_DK, WANT_DV, IS_Q_UNIT, IS_D_OUT_UNIT, PRECISION, UPCAST)
+                                       HAS_TABLE, WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
         if BY_HEAD:
             dk += part_dk
             dv += part_dv
@@ -250,8 +235,6 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
             dk = part_dk
             dv = part_dv
     if WANT_DK:
-        tiles.store_tile(DK + wide_batch * dk_strides[0] + wide_head * dk_strides[1], first, dk_strides[2],
-                         dk_strides[3], kv_len, dk * scale, BLOCK_N, QK_DIM, QK_PAD, True)
+        tiles.store_tile(DK, dk_strides, kv_batch, kv_head, first, kv_len, dk * scale, BLOCK_N, QK_DIM, QK_PAD)
     if WANT_DV:
-        tiles.store_tile(DV + wide_batch * dv_strides[0] + wide_head * dv_strides[1], first, dv_strides[2],
-                         dv_strides[3], kv_len, dv, BLOCK_N, V_DIM, V_PAD, True)
+        tiles.store_tile(DV, dv_strides, kv_batch, kv_head, first, kv_len, dv, BLOCK_N, V_DIM, V_PAD)

@@ -11,13 +11,14 @@ from flexattn.codegen.skeletons import softmax, tiles
 
 
 @triton.jit
-def _sweep(acc, peak, total, q, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, scale, factor, batch, head,
-           q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+def _sweep(acc, peak, total, q, K, V, line, EXTRA, tile, k_strides, v_strides, caps, scale, factor, batch, head,
+           group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
            QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, IS_K_UNIT: tl.constexpr,
-           IS_V_UNIT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, K_LOAD: tl.constexpr,
+           V_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every tile of one kind (full or partial) to the running rows of this program."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
+    kv_head = head // group
     spans, start, stop, more = tiles.first_span(line, tile, q_len, kv_len, KIND, HAS_TABLE, BLOCK_M, BLOCK_N)
     for span in range(0, spans):
         if span > 0:
@@ -25,7 +26,7 @@ def _sweep(acc, peak, total, q, k_base, v_base, line, EXTRA, tile, k_strides, v_
             stop = tl.load(EXTRA + 2 * (more + span - 1) + 1)
         for block in tl.range(start, stop):
             first = block * BLOCK_N
-            k = tiles.load_tile(k_base, first, k_strides[2], k_strides[3], kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_UNIT,
+            k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, K_LOAD,
                                 IS_PARTIAL)  # [N, QK]
             scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
             scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
@@ -36,7 +37,7 @@ def _sweep(acc, peak, total, q, k_base, v_base, line, EXTRA, tile, k_strides, v_
                 keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, caps, MASK_MOD)
                 scores = tl.where(keep, scores, float("-inf"))
             probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
-            v = tiles.load_tile(v_base, first, v_strides[2], v_strides[3], kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_UNIT,
+            v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, V_LOAD,
                                 IS_PARTIAL)  # [N, V]
             acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
     return acc, peak, total
@@ -48,7 +49,7 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
                       SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                       QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_MAX: tl.constexpr,
-                      IS_Q_UNIT: tl.constexpr, IS_K_UNIT: tl.constexpr, IS_V_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+                      Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, PRECISION: tl.constexpr,
                       UPCAST: tl.constexpr):
     """One query tile of one (batch, head) pair; grid: pairs * lines programs."""
     pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
@@ -58,29 +59,25 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
     tile = tiles.line_tile(line, rank, HAS_TABLE)
     first = tile * BLOCK_M
     q_idx = (first + tl.arange(0, BLOCK_M))[:, None]
-    q_base = Q + batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1]
-    k_base = K + batch.to(tl.int64) * k_strides[0] + (head // group).to(tl.int64) * k_strides[1]
-    v_base = V + batch.to(tl.int64) * v_strides[0] + (head // group).to(tl.int64) * v_strides[1]
-    q = tiles.load_tile(q_base, first, q_strides[2], q_strides[3], q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_UNIT, True)
+    q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD, True)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc, peak, total = _sweep(acc, peak, total, q, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, scale,
-                              factor, batch, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE, IS_K_UNIT, IS_V_UNIT,
+    acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, tile, k_strides, v_strides, caps, scale,
+                              factor, batch, head, group, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD, QK_DIM,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE, K_LOAD, V_LOAD,
                               PRECISION, UPCAST)
-    acc, peak, total = _sweep(acc, peak, total, q, k_base, v_base, line, EXTRA, tile, k_strides, v_strides, caps, scale,
-                              factor, batch, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE, IS_K_UNIT, IS_V_UNIT,
+    acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, tile, k_strides, v_strides, caps, scale,
+                              factor, batch, head, group, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, QK_DIM,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE, K_LOAD, V_LOAD,
                               PRECISION, UPCAST)
     safe = tl.where(total == 0.0, 1.0, total)[:, None]  # an empty row is 0 / 1
     if q.dtype == tl.float32:
         out = tl.div_rn(acc, safe)
     else:
         out = acc * (1.0 / safe)
-    out_base = OUT + batch.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
-    tiles.store_tile(out_base, first, out_strides[2], out_strides[3], q_len, out, BLOCK_M, V_DIM, V_PAD, True)
+    tiles.store_tile(OUT, out_strides, batch, head, first, q_len, out, BLOCK_M, V_DIM, V_PAD)
     rows = first + tl.arange(0, BLOCK_M)
     at = pair.to(tl.int64) * q_len + rows
     tl.store(LSE + at, softmax.row_lse(peak, total), mask=rows < q_len)

@@ -11,6 +11,9 @@ import triton.language as tl
 ROW_INTS = tl.constexpr(12)
 FULL = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
+STRIDED = tl.constexpr(0)  # how a tile is loaded: any strides,
+UNIT = tl.constexpr(1)  # last stride 1,
+DESCRIBED = tl.constexpr(2)  # through a tensor descriptor
 
 
 @triton.jit
@@ -59,42 +62,47 @@ def first_span(line, tile, own_len, other_len, KIND: tl.constexpr, HAS_TABLE: tl
 
 
 @triton.jit
-def load_tile(base, first, row_stride, dim_stride, length, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-              IS_UNIT: tl.constexpr, IS_MASKED: tl.constexpr):
-    """Rows first .. first + ROWS of a [length, DIM] slice -> [ROWS, PAD], zeros outside it."""
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, PAD)
-    start = base + first.to(tl.int64) * row_stride
-    if IS_UNIT:
-        pointers = start + (rows[:, None] * row_stride + dims[None, :])
+def load_tile(TENSOR, strides, batch, head, first, length, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+              LOAD: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Rows first .. first + ROWS of one head of a [batch, heads, length, DIM] tensor -> [ROWS, PAD], zeros outside it.
+
+    TENSOR is a pointer, or where LOAD is DESCRIBED a tensor descriptor of blocks [1, 1, ROWS, PAD], which the hardware
+    copies to shared memory by itself, zeros included; a batch stride of 0 is a batch of 1 that serves all."""
+    if LOAD == DESCRIBED:
+        return TENSOR.load([tl.where(strides[0] == 0, 0, batch), head, first, 0]).reshape(ROWS, PAD)
     else:
-        pointers = start + (rows[:, None] * row_stride + dims[None, :] * dim_stride)
-    if IS_MASKED:
-        inside = (first + rows)[:, None] < length
-        if DIM < PAD:
-            inside = inside & (dims[None, :] < DIM)
-        return tl.load(pointers, mask=inside, other=0.0)
-    elif DIM < PAD:
-        return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
-    else:
-        return tl.load(pointers)
+        rows = tl.arange(0, ROWS)
+        dims = tl.arange(0, PAD)
+        start = TENSOR + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        start += first.to(tl.int64) * strides[2]
+        if LOAD == UNIT:
+            pointers = start + (rows[:, None] * strides[2] + dims[None, :])
+        else:
+            pointers = start + (rows[:, None] * strides[2] + dims[None, :] * strides[3])
+        if IS_MASKED:
+            inside = (first + rows)[:, None] < length
+            if DIM < PAD:
+                inside = inside & (dims[None, :] < DIM)
+            return tl.load(pointers, mask=inside, other=0.0)
+        elif DIM < PAD:
+            return tl.load(pointers, mask=dims[None, :] < DIM, other=0.0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
-def store_tile(base, first, row_stride, dim_stride, length, values, ROWS: tl.constexpr, DIM: tl.constexpr,
-               PAD: tl.constexpr, IS_UNIT: tl.constexpr):
-    """Writes values [ROWS, PAD] to rows first .. first + ROWS of a [length, DIM] slice, in that tensor's dtype."""
+def store_tile(TENSOR, strides, batch, head, first, length, values, ROWS: tl.constexpr, DIM: tl.constexpr,
+               PAD: tl.constexpr):
+    """Writes values [ROWS, PAD] to rows first .. first + ROWS of one head of a [batch, heads, length, DIM] tensor whose
+    last stride is 1, in that tensor's dtype."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, PAD)
-    start = base + first.to(tl.int64) * row_stride
-    if IS_UNIT:
-        pointers = start + (rows[:, None] * row_stride + dims[None, :])
-    else:
-        pointers = start + (rows[:, None] * row_stride + dims[None, :] * dim_stride)
+    start = TENSOR + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + first.to(tl.int64) * strides[2]
     inside = (first + rows)[:, None] < length
     if DIM < PAD:
         inside = inside & (dims[None, :] < DIM)
-    tl.store(pointers, values.to(base.dtype.element_ty), mask=inside)
+    pointers = start + (rows[:, None] * strides[2] + dims[None, :])
+    tl.store(pointers, values.to(TENSOR.dtype.element_ty), mask=inside)
 
 
 @triton.jit
