@@ -113,34 +113,36 @@ def test_c03_gradients_of_keys_that_nobody_reads_are_written(device, how) -> Non
 
 # ---------------------------------------------------------------- C04: NaN that must not leak
 @on_devices
-@pytest.mark.parametrize("block", [0, 3, 7])
-def test_c04_nan_in_a_block_that_others_skip(device, block) -> None:
+def test_c04_nan_in_a_block_that_others_skip(device) -> None:
     """Rows of other tiles than the block's own and the next one never visit it, and the keys they do visit are as clean."""
-    start, stop = 128 * block, 128 * block + 128
-    clean = make_qkv(1, (2, 2), (1024, 1024), (32, 32), device=device, requires_grad=False)
-    dirty = [x.clone() for x in clean]
-    for x in dirty[1:]:
-        x[:, :, start:stop] = math.nan
-    rows = torch.ones(1024, dtype=torch.bool, device=device)
-    rows[start : stop + 128] = False
-    keys = torch.ones(1024, dtype=torch.bool, device=device)
-    keys[max(start - 128, 0) : stop + 128] = False  # those that a spoiled row reads too
-    results = []
-    for qkv in (clean, dirty):
-        leaves = [x.requires_grad_() for x in qkv]
-        with nan_filled_allocations():
-            out, aux = flex_attention(*leaves, mask_mod=window(128), return_aux=AuxRequest(lse=True))
-            grads = torch.autograd.grad((out * out)[:, :, rows].sum() + aux.lse[:, :, rows].sum(), leaves)
-        results.append([x[:, :, rows] for x in (out, aux.lse, grads[0])] + [g[:, :, keys] for g in grads[1:]])
-    for a, b in zip(*results):
-        assert torch.isfinite(b).all()
-        assert torch.equal(a, b)
+    clean = make_qkv(1, (2, 2), (1024, 1024), (32, 32), device=device)
+    for start in (0, 384, 896):
+        rows = torch.ones(1024, dtype=torch.bool, device=device)
+        rows[start : start + 256] = False
+        keys = torch.ones(1024, dtype=torch.bool, device=device)
+        keys[max(start - 128, 0) : start + 256] = False  # those that a spoiled row reads too
+        dirty = [x.detach().clone() for x in clean]
+        for x in dirty[1:]:
+            x[:, :, start : start + 128] = math.nan
+        pairs = zip(*(_results_of(qkv, rows, keys) for qkv in (clean, [x.requires_grad_() for x in dirty])))
+        for want, got in pairs:
+            assert torch.isfinite(got).all()
+            assert torch.equal(got, want)
+
+
+def _results_of(qkv: Sequence[Tensor], rows: Tensor, keys: Tensor) -> list[Tensor]:
+    """out, lse and gradients of these rows and keys in a window of 128, for a loss over these rows."""
+    with nan_filled_allocations():
+        out, aux = flex_attention(*qkv, mask_mod=window(128), return_aux=AuxRequest(lse=True))
+        loss = out[:, :, rows].square().sum() + aux.lse[:, :, rows].sum()
+        dq, dk, dv = torch.autograd.grad(loss, list(qkv))
+    return [x[:, :, at] for x, at in ((out, rows), (aux.lse, rows), (dq, rows), (dk, keys), (dv, keys))]
 
 
 @on_devices
 @pytest.mark.parametrize("q_len", [1, 200])
 def test_c04_nan_behind_the_real_length(device, q_len) -> None:
-    """200 rows of storage for 256, and the last row of the last head ends the allocation."""
+    """200 rows in storage for 256."""
     results = []
     for tail in (0.0, math.nan):
         torch.manual_seed(1)
@@ -162,22 +164,27 @@ FLOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 @on_devices
-@pytest.mark.parametrize("form", FLOORS)
-def test_c05_floor_semantics(device, form) -> None:
-    div, mod = FLOORS[form]
-    mask = lambda b, h, i, j: (div(i - j, 4) == -1) | (mod(i - j, 4) == 3) | (i == j)
-    assert kept_pairs(mask, 257, 257, device) == 17531  # cutting off towards 0, as C does, would keep 9455
-    assert int(create_mask(mask, None, None, 257, 257, device=device).sum()) == 17531
-    score = lambda s, b, h, i, j: s + 0.1 * div(i - j, 4) + 0.2 * mod(i - j, 5)
-    check(make_qkv(1, (1, 1), (257, 257), (16, 16), device=device), None, score)
+def test_c05_floor_semantics(device) -> None:
+    for name, (div, mod) in FLOORS.items():
+        mask = lambda b, h, i, j: (div(i - j, 4) == -1) | (mod(i - j, 4) == 3) | (i == j)
+        assert kept_pairs(mask, 257, 257, device) == 17531, name  # cutting off towards 0, as C does, would keep 9455
+        assert int(create_mask(mask, None, None, 257, 257, device=device).sum()) == 17531, name
+        score = lambda s, b, h, i, j: s + 0.1 * div(i - j, 4) + 0.2 * mod(i - j, 5)
+        check(make_qkv(1, (1, 1), (257, 257), (16, 16), device=device), None, score)
 
 
 # ---------------------------------------------------------------- C06: extreme logits
 @on_devices
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("keys", ["low", "high", "mixed"])
-@pytest.mark.parametrize("q_len", [1, 40])
-def test_c06_extreme_logits(device, q_len, keys, dtype) -> None:
+@pytest.mark.parametrize("keys", [("low", "high"), ("mixed",)], ids=" and ".join)
+def test_c06_extreme_logits(device, keys, dtype) -> None:
+    for kind in keys:
+        for q_len in (1, 40):
+            _check_extreme(q_len, kind, dtype, device)
+
+
+def _check_extreme(q_len: int, keys: str, dtype: torch.dtype, device: str) -> None:
+    """Every score is -72000 or 72000; of mixed keys the mask keeps the low half."""
     q = torch.full((1, 1, q_len, 64), 30.0, dtype=dtype, device=device).requires_grad_()
     k = torch.full((1, 1, 8, 64), 300.0 if keys == "high" else -300.0, dtype=dtype, device=device)
     v = guarded((1, 1, 8, 64), dtype=dtype, device=device)
@@ -192,10 +199,10 @@ def test_c06_extreme_logits(device, q_len, keys, dtype) -> None:
     mean = v[:, :, :kept].double().mean(2, keepdim=True).expand(out.shape)
     assert (out - mean).abs().max() < (1e-6 if dtype == F32 else 0.01)
     assert (aux.lse - (score + math.log(kept))).abs().max() < 0.01  # float32 has steps of 0.008 there
-    assert (aux.max_scores - score).abs().max() < 0.01
+    assert (aux.max_scores - score).abs().max() <= (0 if dtype == F32 else 0.01)
     assert all(torch.isfinite(g).all() for g in grads)
-    share = q_len / kept  # what each kept key gives: as exact as an lse of this size allows
-    assert (grads[2][:, :, :kept] - share).abs().max() < 0.008 * share + (0 if dtype == F32 else 0.004 * share)
+    share = q_len / kept  # what a value gets from the rows, as exactly as an lse with such steps allows
+    assert (grads[2][:, :, :kept] - share).abs().max() < 0.02 * share
     assert zero(grads[1][:, :, kept:])
     assert zero(grads[2][:, :, kept:])
 
@@ -221,6 +228,7 @@ def test_c08_bottom_right_causal_with_empty_rows(device, how) -> None:
 
 # ---------------------------------------------------------------- C09: every length
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 1025, 1027)
+CPU_LENGTHS = (1, 2, 15, 17, 63, 65, 127, 129, 1025)  # every call takes its time there, and there is one kind of tile
 OTHER_LENGTHS = ((3, 14), (100, 999), (34, 1026), (1000, 40))
 MASKS: dict[str, Callable[[int, int], Any]] = {
     "none": lambda q_len, kv_len: None,
@@ -270,7 +278,7 @@ def once(q_len: int, kv_len: int, name: str, device: str) -> tuple[Result, Resul
 @on_devices
 @pytest.mark.parametrize("name", MASKS)
 def test_c09_every_length(device, name, fresh_stats) -> None:
-    lengths = LENGTHS if device == "cuda" else LENGTHS[:-1]  # with 1025, but not 1027 too: a quarter of the time
+    lengths = LENGTHS if device == "cuda" else CPU_LENGTHS
     means = Pooled()
     for q_len in lengths:
         row = Pooled()
@@ -293,11 +301,14 @@ def test_c09_every_length(device, name, fresh_stats) -> None:
 # ---------------------------------------------------------------- C11: few tokens
 @on_devices
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("length", [4, 8, 16, 25, 32])
-def test_c11_few_tokens(device, length, dtype) -> None:
+def test_c11_few_tokens(device, dtype, fresh_stats) -> None:
     grid = lambda b, h, i, j: ((i // 5 - j // 5).abs() <= 1) & ((i % 5 - j % 5).abs() <= 1)
-    result = check(make_qkv(2, (2, 2), (length, length), (64, 64), dtype=dtype, device=device), grid)
-    assert all(torch.isfinite(x).all() for x in result.named.values())
+    builds = []
+    for length in (4, 8, 16, 25, 32):
+        result = check(make_qkv(2, (2, 2), (length, length), (64, 64), dtype=dtype, device=device), grid)
+        assert all(torch.isfinite(x).all() for x in result.named.values())
+        builds.append(flexattn.stats().builds.total())
+    assert builds[0] == builds[-1]
 
 
 # ---------------------------------------------------------------- C12: a mask made for other lengths

@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from flexattn import AuxRequest, flex_attention
+from flexattn.codegen.target import target_of
+from flexattn.codegen.tile_config import candidates
+from flexattn.errors import UnsupportedError
 from flexattn.runtime.reference import oracle
 from tests.cases.bounds import assert_each_within
 from tests.helpers import (
     ALIGNED,
     DEVICES,
+    assert_explains,
     causal,
     check,
     check_shared,
@@ -31,9 +35,12 @@ in_both_dtypes = pytest.mark.parametrize("dtype", [BF16, F32])
 
 
 # ---------------------------------------------------------------- C22: every head dimension
+HEAD_DIMS = (4, 8, 16, 24, 31, 40, 46, 64, 72, 80, 96, 112, 121, 128, 160, 192, 224, 256, 320)
+
+
 @on_devices
 @in_both_dtypes
-@pytest.mark.parametrize("dim", [4, 8, 16, 24, 31, 40, 46, 64, 72, 80, 96, 112, 121, 128, 160, 192, 224, 256, 320])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_c22_head_dims(device, dim, dtype) -> None:
     """Forward and backward over two query heads of one key head, then one query a head against the same keys."""
     check(make_qkv(1, (2, 1), (200, 200), (dim, dim), dtype=dtype, device=device, guard=ALIGNED), causal)
@@ -41,11 +48,31 @@ def test_c22_head_dims(device, dim, dtype) -> None:
     check(decode, lambda b, h, i, j: i + 189 >= j)
 
 
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_c22_every_head_dim_has_tiles_on_every_device(arch) -> None:
+    for kernel in ("forward", "dq", "dkdv"):
+        for size in (2, 4):
+            for dim in HEAD_DIMS:
+                for q_len in (1, 200):
+                    dims = {"qk_dim": dim, "v_dim": dim, "q_len": q_len}
+                    assert candidates(kernel, target_of(arch), element_bytes=size, **dims)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_c22_what_does_not_fit_says_so(kernel) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        candidates(kernel, target_of(90), element_bytes=4, qk_dim=2000, v_dim=1000, q_len=200)
+    assert_explains(raised.value, kernel, "shared memory", 2048, 1024, "bfloat16", "BACKEND")
+
+
 # ---------------------------------------------------------------- C23: value of another dimension
+DIMS = ((8, 16), (16, 8), (64, 96), (128, 512), (192, 128))
+MORE_DIMS = ((72, 80), (121, 128), (160, 192), (320, 64))  # pairs of paddings that only 16-bit kernels tell apart
+
+
 @on_devices
-@in_both_dtypes
 @pytest.mark.parametrize(
-    "dims", [(8, 16), (16, 8), (64, 96), (72, 80), (121, 128), (128, 512), (192, 128), (320, 64)], ids=str
+    ("dims", "dtype"), [*((d, t) for d in DIMS for t in (BF16, F32)), *((d, BF16) for d in MORE_DIMS)], ids=str
 )
 def test_c23_value_of_another_dim(device, dims, dtype) -> None:
     qkv = make_qkv(1, (2, 1), (70, 90), dims, dtype=dtype, device=device, guard=ALIGNED)
@@ -109,4 +136,4 @@ def test_c24_tf32_only_when_asked(q_len) -> None:
         with matmul_precision(precision):
             errors.append((flex_attention(q, k, v, mask_mod=mask) - expected).abs().max().item())
     assert max(errors[0], errors[2]) <= 2e-5
-    assert 2e-5 < errors[1] < 2e-2
+    assert 10 * max(errors[0], errors[2]) < errors[1] < 2e-2

@@ -1,4 +1,7 @@
-"""The real kernels on a GPU: the interpreter's cases in three data types, larger sizes, and the limits of addressing."""
+"""The real kernels on a GPU: the interpreter's cases in three data types, larger sizes, and the limits of addressing.
+
+Every length and head dimension is in tests/cases.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 causal = lambda b, h, i, j: i >= j
-DIMS = [(4, 4), (8, 16), (31, 31), (46, 46), (72, 80), (96, 96), (121, 128), (160, 192), (256, 256), (320, 64)]
 LARGE = {
     "causal": Case(2, 4, 2, 1027, 1300, 64, 64, plain(lambda b, h, i, j: i + 273 >= j)),
     "plain": Case(1, 3, 1, 515, 1025, 128, 128),
@@ -52,22 +54,8 @@ def test_larger_sizes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dims", DIMS)
-def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    check(Case(1, 2, 1, 200, 200, *dims, plain(causal)), GPU, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_largest_head_dim(dtype: torch.dtype) -> None:
     check(Case(1, 1, 1, 100, 70, 512, 512, plain(causal)), GPU, dtype)
-    check(Case(1, 2, 1, 100, 70, 128, 512, plain(causal)), GPU, dtype)
-
-
-def test_lengths_around_every_tile_boundary() -> None:
-    for q_len in (1, 2, 15, 17, 33, 63, 65, 127, 129, 257):
-        for kv_len in (1, 16, 31, 64, 65, 128, 255):
-            shift = kv_len - q_len
-            check(Case(1, 1, 1, q_len, kv_len, 64, 64, plain(lambda b, h, i, j: i + shift >= j)), GPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize("group", [2, 3, 5, 7, 8, 16])
@@ -164,19 +152,6 @@ def test_gradients_of_attention_are_the_same_in_every_run() -> None:
     for _ in range(5):
         for a, b in zip(first, _all([q, k, v])):
             assert torch.equal(a, b)
-
-
-def test_float32_is_ieee_by_default_and_tf32_when_allowed() -> None:
-    q = torch.randn(1, 2, 512, 64, device=GPU)
-    right, _ = oracle(q, q, q, causal)
-    torch.testing.assert_close(flex_attention(q, q, q, mask_mod=causal).double(), right, atol=2e-5, rtol=2e-5)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        error = (flex_attention(q, q, q, mask_mod=causal).double() - right).abs().max().item()
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert 2e-5 < error < 2e-2
 
 
 def test_only_the_gradients_that_are_needed_cost_a_launch() -> None:
