@@ -103,6 +103,7 @@ def _result(fn: Callable[..., Any], kind: str, state: Trace, result: Any, score_
         raise TraceError(
             f"{function_name(fn)} must return one value per (b, h, q_idx, kv_idx)",
             given=shown,
+            hint="returning a number, or an expression that indexes every dimension of a captured tensor, as in table[h, q_idx]",
             where=str(where) if where else None,
         )
     node = state.operand(state.outside(result))

@@ -125,7 +125,9 @@ def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
     named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, x in named.items():
         if not isinstance(x, Tensor):
-            raise CallError(f"{name} must be a torch.Tensor", given=type(x).__name__)
+            raise CallError(
+                f"{name} must be a torch.Tensor", given=type(x).__name__, hint="AuxRequest(lse=True) gives both"
+            )
     shapes = {name: tuple(x.shape) for name, x in named.items()}
     if out_a.dim() == 0 or not (out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1]):
         raise ShapeError(
