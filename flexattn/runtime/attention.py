@@ -23,6 +23,7 @@ from flexattn.frontend.program import Traced
 from flexattn.frontend.trace import mod_kind, trace
 from flexattn.runtime import settings, stats
 from flexattn.runtime.autograd import attend
+from flexattn.runtime.device import is_capturing
 from flexattn.runtime.options import parse_options
 from flexattn.runtime.plan import Plan, Problem, make_plan
 from flexattn.runtime.validate import check_mask, place_captures, validate
@@ -258,7 +259,7 @@ def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> 
         return None
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     make = lambda: create_block_mask(mask_mod, *sizes, query.device)
-    if traced.binding.captures or _capturing(query.device):
+    if traced.binding.captures or is_capturing(query.device):  # what a CUDA graph's capture makes belongs to that graph
         return make()
     key_of_mask = (traced.program, _exactly(traced.binding.numbers), sizes, query.device, _stream(query.device))
     with _MASKS_LOCK:
@@ -280,8 +281,3 @@ def _exactly(numbers: tuple[int | float, ...]) -> tuple[Any, ...]:
 def _stream(device: torch.device) -> int:
     """The current CUDA stream: a mask made on one is not handed to another, which would have to wait for it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured: what is made then belongs to that graph and is not kept."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -36,6 +36,11 @@ def target_for(device: torch.device) -> Target:
     )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """True while a CUDA graph is captured on the device's current stream: what runs now is recorded, not done."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes the inputs' device the current one, if it is not."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:

@@ -20,7 +20,7 @@ from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig, candidates
 from flexattn.frontend.source import Source
 from flexattn.frontend.trace import trace
-from flexattn.runtime import launch, settings
+from flexattn.runtime import choose, settings
 from flexattn.runtime.attention import AuxRequest, prepare
 from flexattn.runtime.autograd import is_empty
 from flexattn.runtime.device import target_for
@@ -151,10 +151,11 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     if problem.q.dtype == torch.float64 or is_empty(problem):
         yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
         return
-    source, config = _forward_source(problem, plan)
+    source, why = _forward_source(problem, plan)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
-    yield f"  tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"
+    yield f"  {_tiles(source.spec.config)} ({why})"
+    yield from _backward_tiles(problem, plan)
     skeletons = Path(codegen.__file__).parent / "skeletons"
     yield f"  skeleton {skeletons / source.module}.py"
     if not source.leaf_text:
@@ -168,17 +169,29 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     yield from source.leaf_text.rstrip().splitlines()
 
 
-def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, TileConfig]:
-    """What the forward kernel is generated from: the same facts as a launch, for this GPU or for sm_90."""
+def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
+    """What the forward kernel is generated from, the same facts as a launch, for this GPU or for sm_90; and why its tiles."""
     q, v = problem.q, problem.v
     if plan.backend == "triton":
-        target, config = target_for(q.device), launch.legal_tiles(problem, plan, "forward")[0]
+        target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, "forward")
     else:  # the call runs whatever its tiles, so neither options nor a list mask may make this fail
         target = target_of(90)
         sizes = {"element_bytes": q.element_size(), "qk_dim": q.shape[3], "v_dim": v.shape[3], "q_len": q.shape[2]}
-        config = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)[0]
-    spec = KernelSpec(kernel="forward", target=target, config=config, **launch.kernel_facts(problem, plan))
-    return emit(spec), config
+        config, why = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)[0], "the default"
+    spec = KernelSpec(kernel="forward", target=target, config=config, **choose.kernel_facts(problem, plan))
+    return emit(spec), why
+
+
+def _backward_tiles(problem: Problem, plan: Plan) -> Iterator[str]:
+    inputs = (problem.q, problem.k, problem.v, *problem.captures)
+    if plan.backend == "triton" and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        for kernel in ("dq", "dkdv"):
+            config, why = choose.tiles_of(problem, plan, kernel)
+            yield f"  {kernel}: {_tiles(config)} ({why})"
+
+
+def _tiles(config: TileConfig) -> str:
+    return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"
 
 
 def _dtype(x: Tensor) -> str:

@@ -1,46 +1,26 @@
-"""A Problem and a Plan -> kernel launches: picks specs, makes span tables, allocates results, starts kernels.
+"""A Problem and a Plan -> kernel launches: makes span tables and arguments, allocates results, starts kernels.
 
-The idea: a spec holds facts only, so it is found again by a small key of facts (layouts, size classes, mask facts) in the
-plan's memo; what changes from call to call (lengths, strides, captured tensors, numbers) goes in as arguments.
+The idea: which kernel runs (choose.py) rests on facts alone; what changes from call to call (lengths, strides, captured
+tensors, numbers) goes in as arguments. Each of the kernels has one function `start` that allocates results and launches
+whatever was chosen; autotuning calls it with several choices and drops their results.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexattn.codegen.spec import (
-    KernelSpec,
-    MaskFacts,
-    TensorLayout,
-    any_wide,
-    capture_layout,
-    fresh_layout,
-    tensor_layout,
-    wide_number,
-)
-from flexattn.codegen.tile_config import TileConfig, candidates, delta_config, padded
-from flexattn.errors import UnsupportedError
+from flexattn.codegen.spec import KernelSpec, fresh_layout, tensor_layout
+from flexattn.codegen.tile_config import delta_config, padded
 from flexattn.runtime import device as devices
-from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds
+from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
+from flexattn.runtime.compile import first_that_builds
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order
 
 _LINE_LIMIT = (1 << 31) - 1
-
-
-class _Chosen(NamedTuple):
-    """A kernel that builds, and its tiles."""
-
-    spec: KernelSpec
-    kernel: Kernel | InterpretedKernel
-
-    @property
-    def config(self) -> TileConfig:
-        return self.spec.config
 
 
 # ---------------------------------------------------------------- public
@@ -60,18 +40,21 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         OptionError: kernel_options names tiles that are not legal here.
     """
     q = problem.q
-    with devices.current(q.device):
-        chosen = _choose(problem, plan, "forward", want_max=problem.want_max)
+    pairs = q.shape[0] * q.shape[1]
+
+    def start(chosen: Chosen) -> tuple[Tensor, Tensor, Tensor | None]:
         out = _unit_like(q, problem.v.shape[3])
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         peaks = torch.empty_like(lse) if problem.want_max else None
-        pairs = q.shape[0] * q.shape[1]
         walk = _walk(problem, chosen, pairs, transposed=False)
         results = {"OUT": out, "out_strides": out.stride(), "LSE": lse, "MAX": lse if peaks is None else peaks}
         arguments = {**_inputs(problem), **walk, **results}
         _table_stand_in(arguments, lse)
         chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
-    return out, lse, peaks
+        return out, lse, peaks
+
+    with devices.current(q.device):
+        return start(choose(problem, plan, "forward", start, want_max=problem.want_max))
 
 
 def backward(
@@ -106,6 +89,8 @@ def backward(
 def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
     """Makes the span tables a call will look up, and the backward's too if asked, so that backward builds nothing.
 
+    Before a call is autotuned those are the tables of every configuration that will be timed.
+
     Args:
         problem, plan: One call that has a block mask.
         backward: A gradient may be needed.
@@ -113,82 +98,8 @@ def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
     if problem.block_mask is None:
         return
     for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
-        config = legal_tiles(problem, plan, kernel)[0]
-        problem.block_mask.tile_map(config.BLOCK_M, config.BLOCK_N).table(kernel == "dkdv")
-
-
-# ---------------------------------------------------------------- choosing a kernel
-def _choose(problem: Problem, plan: Plan, kernel: str, *, d_out: TensorLayout | None = None, **wants: Any) -> _Chosen:
-    """The kernel for the facts of this call, from the plan's memo or built now."""
-    facts = kernel_facts(problem, plan, d_out)
-    configs = legal_tiles(problem, plan, kernel)
-    key = (kernel, problem.q.device.index, configs, *facts.values(), *wants.values())
-    chosen = plan.memo.get(key)
-    if chosen is None:
-        target = devices.target_for(problem.q.device)
-        specs = [KernelSpec(kernel=kernel, target=target, config=c, **facts, **wants) for c in configs]
-        chosen = plan.memo[key] = _Chosen(*first_that_builds(specs, problem.q.device))
-    return chosen
-
-
-def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None) -> dict[str, Any]:
-    """Every field of a spec but the kernel, its target and its tiles; `d_out` is the layout of the gradient of out."""
-    q, k, v = problem.q, problem.k, problem.v
-    q_layout = tensor_layout(q)
-    captures, numbers = _bound(problem)
-    return {
-        "qk_dim": q.shape[3],
-        "v_dim": v.shape[3],
-        "layouts": (q_layout, tensor_layout(k), tensor_layout(v), d_out or q_layout),
-        "score": plan.score,
-        "mask": plan.mask,
-        "facts": MaskFacts(problem.block_mask is not None),
-        "captures": tuple(capture_layout(c) for c in captures),
-        "wide_numbers": tuple(wide_number(n) for n in numbers),
-        "fold_scale": plan.score is None and problem.scale > 0 and q.dtype != torch.float32,
-        "precision": "tf32" if plan.tf32 else "ieee",
-        "wide_lengths": any_wide((*q.shape[:3], k.shape[2])),
-    }
-
-
-def _bound(problem: Problem) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
-    """Captured tensors and numbers of the score program, then of the mask program."""
-    bindings = [t.binding for t in (problem.score, problem.mask) if t is not None]
-    return sum((b.captures for b in bindings), ()), sum((b.numbers for b in bindings), ())
-
-
-def legal_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
-    """Configurations of one kernel for this call's size class that its mask allows, best first; at least one.
-
-    Raises:
-        UnsupportedError: No tile divides the blocks of a list mask.
-        OptionError: kernel_options names tiles that do not fit.
-    """
-    q = problem.q
-    programs = (plan.score, plan.mask)
-    options = problem.options.forward if kernel == "forward" else _backward_options(problem)
-    found = candidates(
-        kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_dim=q.shape[3],
-        v_dim=problem.v.shape[3], q_len=q.shape[2], programs=programs, options=options,
-    )  # fmt: skip
-    mask = problem.block_mask
-    if mask is None:
-        return found
-    legal = tuple(c for c in found if mask.legal_tile(c.BLOCK_M, c.BLOCK_N))
-    if not legal:
-        raise UnsupportedError(
-            "no kernel tile divides the block mask's BLOCK_SIZE",
-            given=f"tiles {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in found)}",
-            hint="a BLOCK_SIZE of 128, or create_block_mask from a mask_mod",
-        )
-    return legal
-
-
-def _backward_options(problem: Problem) -> Any:
-    """The backward's options. BLOCK_M and BLOCK_N without a number or a prefix mean the forward's tiles, as in torch."""
-    forward, backward = problem.options.forward, problem.options.backward
-    shared = {name: None for name in ("BLOCK_M", "BLOCK_N") if getattr(forward, name) == getattr(backward, name)}
-    return dataclasses.replace(backward, **shared)
+        for config in likely_tiles(problem, plan, kernel):
+            problem.block_mask.tile_map(config.BLOCK_M, config.BLOCK_N).table(kernel == "dkdv")
 
 
 # ---------------------------------------------------------------- arguments
@@ -209,14 +120,14 @@ def _kv_strides(x: Tensor) -> tuple[int, ...]:
 
 def _flat_captures(problem: Problem) -> tuple[Any, ...]:
     """The tuple the generated functions index: pointer, sizes and strides of each capture, then the numbers."""
-    captures, numbers = _bound(problem)
+    captures, numbers = bound(problem)
     flat: list[Any] = []
     for c in captures:
         flat += [c.detach().view(torch.uint8) if c.dtype == torch.bool else c.detach(), *c.shape, *c.stride()]
     return (*flat, *numbers) or (0,)
 
 
-def _walk(problem: Problem, chosen: _Chosen, pairs: int, *, transposed: bool) -> dict[str, Any]:
+def _walk(problem: Problem, chosen: Chosen, pairs: int, *, transposed: bool) -> dict[str, Any]:
     """The span table of the chosen tiles, and how programs are numbered."""
     q, k = problem.q, problem.k
     config = chosen.config
@@ -283,17 +194,20 @@ def run_dq(
     slots = tuple(i for i, need in enumerate(need_captures) if need)
     if not need_q and not slots:
         return None, (None,) * len(need_captures)
-    chosen = _choose(problem, plan, "dq", d_out=tensor_layout(common["D_OUT"]), want_dq=need_q, capture_grads=slots)
-    dq = _unit_like(q, q.shape[3]) if need_q else None
-    captures = problem.captures
-    sums = tuple(torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in slots)
-    stand_in = common["DELTA"]
-    pairs = q.shape[0] * q.shape[1]
-    walk = _walk(problem, chosen, pairs, transposed=False)
-    target = q if dq is None else dq
-    arguments = {**common, **walk, "DQ": target, "dq_strides": target.stride(), "sums": sums or (0,)}
-    _table_stand_in(arguments, stand_in)
-    chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+    captures, pairs = problem.captures, q.shape[0] * q.shape[1]
+
+    def start(chosen: Chosen) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        dq = _unit_like(q, q.shape[3]) if need_q else None
+        sums = tuple(torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in slots)
+        walk = _walk(problem, chosen, pairs, transposed=False)
+        target = q if dq is None else dq
+        arguments = {**common, **walk, "DQ": target, "dq_strides": target.stride(), "sums": sums or (0,)}
+        _table_stand_in(arguments, common["DELTA"])
+        chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+        return dq, sums
+
+    wants = {"want_dq": need_q, "capture_grads": slots}
+    dq, sums = start(choose(problem, plan, "dq", start, d_out=tensor_layout(common["D_OUT"]), **wants))
     by_slot = {slot: total.to(captures[slot].dtype) for slot, total in zip(slots, sums)}
     return dq, tuple(by_slot.get(i) for i in range(len(need_captures)))
 
@@ -305,19 +219,23 @@ def run_dkdv(
     if not need_k and not need_v:
         return None, None
     q, k, v = problem.q, problem.k, problem.v
-    chosen = _choose(problem, plan, "dkdv", d_out=tensor_layout(common["D_OUT"]), want_dk=need_k, want_dv=need_v)
-    dk, dv = (_unit_like(k, k.shape[3]) if need_k else None), (_unit_like(v, v.shape[3]) if need_v else None)
     pairs = k.shape[0] * k.shape[1]
     repeats = q.shape[0] * q.shape[1] // pairs
-    walk = _walk(problem, chosen, pairs, transposed=True)
-    dk_target, dv_target = (k if dk is None else dk), (v if dv is None else dv)
-    arguments = {
-        **common, **walk, "DK": dk_target, "DV": dv_target, "dk_strides": dk_target.stride(),
-        "dv_strides": dv_target.stride(), "repeats": repeats,
-    }  # fmt: skip
-    _table_stand_in(arguments, common["DELTA"])
-    chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
-    return dk, dv
+
+    def start(chosen: Chosen) -> tuple[Tensor | None, Tensor | None]:
+        dk, dv = (_unit_like(k, k.shape[3]) if need_k else None), (_unit_like(v, v.shape[3]) if need_v else None)
+        walk = _walk(problem, chosen, pairs, transposed=True)
+        dk_target, dv_target = (k if dk is None else dk), (v if dv is None else dv)
+        arguments = {
+            **common, **walk, "DK": dk_target, "DV": dv_target, "dk_strides": dk_target.stride(),
+            "dv_strides": dv_target.stride(), "repeats": repeats,
+        }  # fmt: skip
+        _table_stand_in(arguments, common["DELTA"])
+        chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+        return dk, dv
+
+    wants = {"want_dk": need_k, "want_dv": need_v}
+    return start(choose(problem, plan, "dkdv", start, d_out=tensor_layout(common["D_OUT"]), **wants))
 
 
 def _unit_like(x: Tensor, dim: int) -> Tensor:

@@ -53,18 +53,22 @@ class KernelOptions:
         backend: 'AUTO', 'TRITON', 'FLASH', 'TRITON_DECODE' or 'TORCH'.
         forward, backward: tiles fixed for a direction (`fwd_`, `bwd_` prefixes; no prefix fixes both).
         strict_nan: a NaN or infinity at a masked position of a visited tile may not reach another row.
+        autotune: time this call's legal tiles once and keep the fastest; `FLEXATTN_AUTOTUNE=1` where the call says nothing.
     """
 
     backend: str = "AUTO"
     forward: TileOptions = TileOptions()
     backward: TileOptions = TileOptions()
     strict_nan: bool = False
+    autotune: bool = False
 
 
 DEFAULT = KernelOptions()
+_AUTOTUNED = KernelOptions(autotune=True)
 _TILE_KEYS = tuple(f.name for f in fields(TileOptions))
 _POWER_OF_TWO = frozenset(_TILE_KEYS) - {"num_stages"}
-_OURS = ("BACKEND", "strict_nan")
+_SWITCHES = ("strict_nan", "autotune")  # True or False, for both directions
+_OURS = ("BACKEND", *_SWITCHES)
 # Known to torch, without an effect on these kernels; each reason ends up in a warning shown once.
 _HARMLESS = {
     "PRESCALE_QK": "the scale is always folded into the softmax's own multiplication",
@@ -89,7 +93,7 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
     """Checks a kernel_options dictionary.
 
     Args:
-        kernel_options: torch's keys, and ours ('strict_nan', BACKEND='TORCH'); None means all defaults.
+        kernel_options: torch's keys, and ours ('strict_nan', 'autotune', BACKEND='TORCH'); None means all defaults.
     Returns: KernelOptions.
     Raises:
         CallError: not a dictionary.
@@ -105,7 +109,7 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
             "kernel_options must be a dictionary", given=type(kernel_options).__name__, hint="{'BLOCK_M': 64}"
         )
     if not kernel_options:
-        return DEFAULT
+        return _AUTOTUNED if settings.autotune() else DEFAULT
     forward: dict[str, int] = {}
     backward: dict[str, int] = {}
     for key, value in kernel_options.items():
@@ -128,7 +132,8 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
         backend=_backend_value(kernel_options.get("BACKEND", "AUTO")),
         forward=TileOptions(**forward),
         backward=TileOptions(**backward),
-        strict_nan=bool(kernel_options.get("strict_nan", False)),
+        strict_nan=_switch(kernel_options, "strict_nan", default=False),
+        autotune=_switch(kernel_options, "autotune", default=settings.autotune()),
     )
 
 
@@ -147,6 +152,10 @@ def _check_known(key: str, name: str) -> None:
         raise ReservedOptionError(
             f"{name} must not be in kernel_options", hint="return_aux=AuxRequest(lse=True, max_scores=True)"
         )
+    if name in _SWITCHES and key != name:
+        raise OptionError(
+            f"kernel_options[{name!r}] is for both directions", given=repr(key), hint=f"{{{name!r}: True}}"
+        )
     if name in _KNOWN:
         return
     close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)
@@ -164,6 +173,13 @@ def _tile_value(key: str, name: str, value: Any) -> int | None:
     if value < 1 or (name in _POWER_OF_TWO and value & (value - 1)) or (name.startswith("BLOCK") and value < 16):
         rule = {"num_stages": "at least 1", "num_warps": "a power of 2"}.get(name, "a power of 2 and at least 16")
         raise OptionError(f"kernel_options[{key!r}] must be {rule}", given=value)
+    return value
+
+
+def _switch(kernel_options: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = kernel_options.get(name, default)
+    if not isinstance(value, bool):
+        raise OptionError(f"kernel_options[{name!r}] must be True or False", given=repr(value))
     return value
 
 

@@ -179,7 +179,8 @@ def _plan(
 ) -> Plan:
     backend, reason = choose_backend(layout.dtype, device, options.backend, interpret=interpret)
     stats.record_plan(backend, reason)
-    if backend == "torch" and (tiles := {**options.forward.given(), **options.backward.given()}):
+    tiles = {*options.forward.given(), *options.backward.given(), *(["autotune"] if options.autotune else [])}
+    if backend == "torch" and tiles:
         keys = ", ".join(sorted(tiles))
         settings.warn_once(f"torch path {keys}", f"kernel_options {keys}: no effect on the torch-ops path ({reason})")
     plan = Plan(backend, reason, score, mask, layout, device, options, tf32)

@@ -1,12 +1,15 @@
-"""Process-wide switches: debug mode, the cache folder, and warnings that are shown once.
+"""Process-wide switches: debug mode, autotuning, the cache folder, and warnings that are shown once.
 
-Reads the environment (`FLEXATTN_DEBUG`, `FLEXATTN_CACHE_DIR`) when asked, not at import, so that a test or a notebook
-may change it. Nothing here changes a result; it changes what is checked, where files go and what is said.
+Reads the environment (`FLEXATTN_DEBUG`, `FLEXATTN_AUTOTUNE`, `FLEXATTN_CACHE_DIR`) when asked, not at import, so that a
+test or a notebook may change it. Nothing here changes a result; it changes what is checked or timed, where files go and
+what is said.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -28,13 +31,18 @@ def debug() -> bool:
     return os.environ.get("FLEXATTN_DEBUG", "").strip().lower() not in _FALSE
 
 
+def autotune() -> bool:
+    """True when `FLEXATTN_AUTOTUNE` is set: calls whose kernel_options say nothing else time their tiles once."""
+    return os.environ.get("FLEXATTN_AUTOTUNE", "").strip().lower() not in _FALSE
+
+
 def interpreting() -> bool:
     """True when Triton kernels run in its interpreter (`TRITON_INTERPRET=1`), the way tests run them without a GPU."""
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() not in _FALSE
 
 
 def cache_dir() -> Path:
-    """The folder generated kernel text goes to: `FLEXATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/flexattn`.
+    """The folder generated kernels and tuned tiles go to: `FLEXATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/flexattn`.
 
     Returns: a path which need not exist yet.
     """
@@ -42,6 +50,20 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     return Path(base).expanduser() / "flexattn"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file by a rename, so that readers see the old one or the new one, never half of it; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
 
 
 def warn_once(key: str, message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 3) -> None:

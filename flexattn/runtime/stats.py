@@ -25,7 +25,8 @@ class Stats:
         builds: kernels compiled, by name.
         launches: kernels started, by name; the torch-ops path counts one per direction.
         mask_builds: tile maps made, by how they were decided.
-        events: the last plans and builds in order, each with its reason.
+        tunings: times autotuning timed a kernel's tiles, by kernel; a winner that was remembered or stored is not timed.
+        events: the last plans, builds and tunings in order, each with its reason.
 
     Example:
         >>> print(Stats(traces=Counter(score=2, mask=1)))
@@ -35,6 +36,7 @@ class Stats:
           builds            0
           launches          0
           mask builds       0
+          tunings           0
     """
 
     traces: Counter[str] = field(default_factory=Counter)
@@ -42,11 +44,12 @@ class Stats:
     builds: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     mask_builds: Counter[str] = field(default_factory=Counter)
+    tunings: Counter[str] = field(default_factory=Counter)
     events: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = ["flexattn.stats()"]
-        for name in ("traces", "plans", "builds", "launches", "mask_builds"):
+        for name in _COUNTERS:
             counter: Counter[str] = getattr(self, name)
             parts = ", ".join(f"{key} {count}" for key, count in sorted(counter.items()))
             lines.append(f"  {name.replace('_', ' '):<12} {sum(counter.values()):>6}{'  ' + parts if parts else ''}")
@@ -55,6 +58,7 @@ class Stats:
     __repr__ = __str__
 
 
+_COUNTERS = ("traces", "plans", "builds", "launches", "mask_builds", "tunings")
 _NOW = Stats()
 _EVENTS: deque[str] = deque(maxlen=_EVENTS_KEPT)
 _LOCK = threading.Lock()
@@ -73,14 +77,7 @@ def stats() -> Stats:
         2
     """
     with _LOCK:
-        return Stats(
-            traces=Counter(_NOW.traces),
-            plans=Counter(_NOW.plans),
-            builds=Counter(_NOW.builds),
-            launches=Counter(_NOW.launches),
-            mask_builds=Counter(_NOW.mask_builds),
-            events=tuple(_EVENTS),
-        )
+        return Stats(**{name: Counter(getattr(_NOW, name)) for name in _COUNTERS}, events=tuple(_EVENTS))
 
 
 def reset_stats() -> None:
@@ -92,8 +89,8 @@ def reset_stats() -> None:
         0
     """
     with _LOCK:
-        for counter in (_NOW.traces, _NOW.plans, _NOW.builds, _NOW.launches, _NOW.mask_builds):
-            counter.clear()
+        for name in _COUNTERS:
+            getattr(_NOW, name).clear()
         _EVENTS.clear()
 
 
@@ -121,6 +118,19 @@ def record_launch(kernel: str) -> None:
     """Counts a kernel launch, or one direction of the torch-ops path."""
     with _LOCK:
         _NOW.launches[kernel] += 1
+
+
+def record_tuning(kernel: str, result: str) -> None:
+    """Counts one kernel whose tiles were timed."""
+    with _LOCK:
+        _NOW.tunings[kernel] += 1
+        _EVENTS.append(f"tuned {kernel}: {result}")
+
+
+def record_stored_tuning(kernel: str, result: str) -> None:
+    """Notes a winner that was read from disk: an event, but no tuning."""
+    with _LOCK:
+        _EVENTS.append(f"stored tiles {kernel}: {result}")
 
 
 def record_mask_build(built: tile_map.TileMap) -> None:

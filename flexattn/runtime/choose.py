@@ -1,0 +1,219 @@
+"""A Problem and a Plan -> the kernel a launch runs and its tiles: asks the options, the mask, autotuning and the compiler.
+
+The idea: a spec holds facts only, so it is found again by a small key of facts (layouts, size classes, mask facts) in the
+plan's memo. Tiles come from a short list of legal ones: the caller's, or the first that builds, or, with autotuning, the
+one that was fastest on a call like this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.codegen.spec import (
+    KernelSpec,
+    MaskFacts,
+    TensorLayout,
+    any_wide,
+    capture_layout,
+    fresh_layout,
+    tensor_layout,
+    wide_number,
+)
+from flexattn.codegen.tile_config import TileConfig, candidates, is_fixed, trials
+from flexattn.errors import UnsupportedError
+from flexattn.runtime import autotune
+from flexattn.runtime import device as devices
+from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
+from flexattn.runtime.plan import Plan, Problem
+
+
+class Chosen(NamedTuple):
+    """A kernel that builds, and its tiles."""
+
+    spec: KernelSpec
+    kernel: Kernel | InterpretedKernel
+
+    @property
+    def config(self) -> TileConfig:
+        return self.spec.config
+
+
+def choose(
+    problem: Problem, plan: Plan, kernel: str, start: Callable[[Chosen], Any], *, d_out: TensorLayout | None = None, **wants: Any
+) -> Chosen:  # fmt: skip
+    """The kernel for the facts of this call, from the plan's memo, or built now (and timed, with `start`, if asked)."""
+    facts = {**kernel_facts(problem, plan, d_out), **wants}
+    configs, group = _group(problem, plan, kernel)
+    key, without_facts = (*group, *facts.values()), ("last", *group)
+    chosen = plan.memo.get(key)
+    if chosen is not None:
+        return chosen
+    device = problem.q.device
+    spec = KernelSpec(kernel=kernel, target=devices.target_for(device), config=configs[0], **facts)
+    specs = [dataclasses.replace(spec, config=c) for c in configs]
+    is_final = True
+    if _is_tuned(problem, kernel):
+        run = lambda config: start(_built(dataclasses.replace(spec, config=config), device))
+        tuned = autotune.tune(_question(problem, plan, kernel, facts), run)
+        specs = specs if tuned is None else [dataclasses.replace(spec, config=tuned.winner), *specs]
+        is_final = tuned is not None  # a call while a CUDA graph is captured times nothing, a later one may
+    chosen = Chosen(*first_that_builds(specs, device))
+    if is_final:
+        plan.memo[key] = plan.memo[without_facts] = chosen
+    return chosen
+
+
+def _built(spec: KernelSpec, device: torch.device) -> Chosen:
+    return Chosen(spec, kernel_for(spec, device))
+
+
+def likely_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
+    """The tiles a launch will take: those it took last; where it will be autotuned, all that will be timed."""
+    configs, group = _group(problem, plan, kernel)
+    if not _is_tuned(problem, kernel):
+        last = plan.memo.get(("last", *group))
+        return configs[:1] if last is None else (last.config,)
+    question = _question(problem, plan, kernel, _likely_facts(problem, plan, kernel))
+    tuned = autotune.find(question)
+    if tuned is not None:
+        return (tuned.winner,)
+    return configs[:1] if devices.is_capturing(problem.q.device) else question.candidates
+
+
+def tiles_of(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, str]:
+    """The tiles a call would run with, and why those, for people; times nothing.
+
+    Args:
+        problem, plan: One call.
+        kernel: 'forward', 'dq' or 'dkdv'.
+    """
+    configs = legal_tiles(problem, plan, kernel)
+    if is_fixed(kernel, _tile_options(problem, kernel)):
+        return configs[0], "given by kernel_options"
+    if not problem.options.autotune:
+        return configs[0], "the default"
+    question = _question(problem, plan, kernel, _likely_facts(problem, plan, kernel))
+    tuned = autotune.find(question)
+    if tuned is None:
+        return configs[0], f"the default; the first call times {len(question.candidates)} configurations"
+    return tuned.winner, f"tuned; {tuned}; {tuned.path}"
+
+
+# ---------------------------------------------------------------- facts
+def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None) -> dict[str, Any]:
+    """Every field of a spec but the kernel, its target and its tiles; `d_out` is the layout of the gradient of out."""
+    q, k, v = problem.q, problem.k, problem.v
+    q_layout = tensor_layout(q)
+    captures, numbers = bound(problem)
+    return {
+        "qk_dim": q.shape[3],
+        "v_dim": v.shape[3],
+        "layouts": (q_layout, tensor_layout(k), tensor_layout(v), d_out or q_layout),
+        "score": plan.score,
+        "mask": plan.mask,
+        "facts": MaskFacts(problem.block_mask is not None),
+        "captures": tuple(capture_layout(c) for c in captures),
+        "wide_numbers": tuple(wide_number(n) for n in numbers),
+        "fold_scale": plan.score is None and problem.scale > 0 and q.dtype != torch.float32,
+        "precision": "tf32" if plan.tf32 else "ieee",
+        "wide_lengths": any_wide((*q.shape[:3], k.shape[2])),
+    }
+
+
+def bound(problem: Problem) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
+    """Captured tensors and numbers of the score program, then of the mask program."""
+    bindings = [t.binding for t in (problem.score, problem.mask) if t is not None]
+    return sum((b.captures for b in bindings), ()), sum((b.numbers for b in bindings), ())
+
+
+def _likely_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
+    """The facts a launch will find, as far as they can be known before the backward pass."""
+    if kernel == "forward":
+        return {**kernel_facts(problem, plan), "want_max": problem.want_max}
+    facts = kernel_facts(problem, plan, fresh_layout(problem.q.dtype, problem.v.shape[3]))
+    if kernel == "dq":
+        slots = tuple(i for i, c in enumerate(problem.captures) if c.requires_grad)
+        return {**facts, "want_dq": problem.q.requires_grad, "capture_grads": slots}
+    return {**facts, "want_dk": problem.k.requires_grad, "want_dv": problem.v.requires_grad}
+
+
+# ---------------------------------------------------------------- tiles
+def legal_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
+    """Configurations of one kernel for this call's size class that its mask allows, best first; at least one.
+
+    Raises:
+        UnsupportedError: No tile divides the blocks of a list mask.
+        OptionError: kernel_options names tiles that do not fit.
+    """
+    found = _listed(problem, plan, kernel, candidates)
+    legal = _allowed(problem, found)
+    if not legal:
+        raise UnsupportedError(
+            "no kernel tile divides the block mask's BLOCK_SIZE",
+            given=f"tiles {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in found)}",
+            hint="a BLOCK_SIZE of 128, or create_block_mask from a mask_mod",
+        )
+    return legal
+
+
+def _listed(
+    problem: Problem, plan: Plan, kernel: str, rule: Callable[..., tuple[TileConfig, ...]]
+) -> tuple[TileConfig, ...]:
+    """What a rule of tile_config (`candidates` or `trials`) says for this call, whatever its mask."""
+    q = problem.q
+    return rule(
+        kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_dim=q.shape[3], v_dim=problem.v.shape[3],
+        q_len=q.shape[2], programs=(plan.score, plan.mask), options=_tile_options(problem, kernel),
+    )  # fmt: skip
+
+
+def _allowed(problem: Problem, configs: tuple[TileConfig, ...]) -> tuple[TileConfig, ...]:
+    """Those whose tiles divide the blocks of a list mask; all of them under any other mask."""
+    mask = problem.block_mask
+    return configs if mask is None else tuple(c for c in configs if mask.legal_tile(c.BLOCK_M, c.BLOCK_N))
+
+
+def _tile_options(problem: Problem, kernel: str) -> Any:
+    """What a caller fixed of a kernel's tiles."""
+    return problem.options.forward if kernel == "forward" else _backward_options(problem)
+
+
+def _backward_options(problem: Problem) -> Any:
+    """The backward's options. BLOCK_M and BLOCK_N without a number or a prefix mean the forward's tiles, as in torch."""
+    forward, backward = problem.options.forward, problem.options.backward
+    shared = {name: None for name in ("BLOCK_M", "BLOCK_N") if getattr(forward, name) == getattr(backward, name)}
+    return dataclasses.replace(backward, **shared)
+
+
+# ---------------------------------------------------------------- autotuning
+def _is_tuned(problem: Problem, kernel: str) -> bool:
+    return problem.options.autotune and not is_fixed(kernel, _tile_options(problem, kernel))
+
+
+def _group(problem: Problem, plan: Plan, kernel: str) -> tuple[tuple[TileConfig, ...], tuple[Any, ...]]:
+    """The default configurations, best first, and a key of all calls that share the choice but for facts of tensors."""
+    configs = legal_tiles(problem, plan, kernel)
+    sizes = _size_class(problem, kernel) if _is_tuned(problem, kernel) else ()
+    return configs, (kernel, problem.q.device.index, configs, sizes)
+
+
+def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) -> autotune.Question:
+    """What autotuning is asked for a call."""
+    device, worth_timing = problem.q.device, _allowed(problem, _listed(problem, plan, kernel, trials))
+    spec = KernelSpec(kernel=kernel, target=devices.target_for(device), config=worth_timing[0], **facts)
+    return autotune.Question(spec, worth_timing, _size_class(problem, kernel), device)
+
+
+def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
+    """Lengths and (batch, head) pairs of programs, as autotuning tells them apart."""
+    q, k = problem.q, problem.k
+    pairs = k.shape[0] * k.shape[1] if kernel == "dkdv" else q.shape[0] * q.shape[1]
+    return autotune.size_class(q.shape[2], k.shape[2], pairs)
+
+
+__all__ = ["Chosen", "bound", "choose", "kernel_facts", "legal_tiles", "likely_tiles", "tiles_of"]
