@@ -6,7 +6,7 @@
 #   make test-all        the slow ones too
 #   make notebooks       executes the notebooks
 #   make lint types      ruff (rules and format), mypy
-#   make bench           the benchmarks; results go to benchmarks/results   (make bench BENCH=--quick)
+#   make bench           the benchmarks, and the README's section from their results   (make bench BENCH=--quick)
 #   make clean           removes .venv, caches and demo/out
 
 PYTHON ?= python3
@@ -79,11 +79,11 @@ types: $(READY)
 	@$(PY) -m mypy
 
 bench: $(READY)
-	@mkdir -p benchmarks/results
-	$(PY) -m benchmarks.bench_cpu --json benchmarks/results/cpu.json $(BENCH)
+	$(PY) -m benchmarks cpu --out benchmarks/results/cpu.json $(BENCH)
 	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  $(PY) -m benchmarks.bench_kernels compare benchmarks/results/kernels.json; \
+	  $(PY) -m benchmarks gpu --what forward backward memory decode host masks first_call ceilings --out benchmarks/results/gpu.json; \
 	else echo "no GPU here: the benchmarks of the kernels are left out"; fi
+	$(PY) -m benchmarks report
 
 clean:
 	rm -rf $(VENV) demo/out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

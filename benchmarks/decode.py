@@ -1,0 +1,109 @@
+"""One query a request: every peer checked, then timed twice, call by call and in a CUDA graph.
+
+The idea: keys and values of a small problem stay in the L2 cache if one asks twice, so calls go round several copies that
+together are four times as large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import check
+from benchmarks.attention import forget_compiled
+from benchmarks.problems import Problem, Shape, decode_variant
+from benchmarks.session import Candidate, Session, chosen, compare, prepare
+
+VARIANTS = ("none", "causal")
+WHAT = ("decode", "decode_eager")
+_MOST_SETS = 16
+
+
+def run(session: Session, shapes: Sequence[Shape]) -> None:
+    """All shapes, without a mask and with one that keeps everything."""
+    for shape in shapes:
+        for name in VARIANTS:
+            if session.out_of_time():
+                session.say(f"no time left for decode {shape} {name}")
+                continue
+            run_case(session, shape, name)
+
+
+def run_case(session: Session, shape: Shape, name: str) -> None:
+    """One shape and variant."""
+    forget_compiled()
+    problem = Problem(shape, decode_variant(name, shape), session.device, session.dtype)
+    where = (shape, name)
+    inputs = [problem.tensors(seed) for seed in range(sets_needed(problem))]
+    exact = check.exact(problem, inputs[0], None)
+    eager: dict[str, Callable[[], Any]] = {}
+    graphs: dict[str, Callable[[], Any]] = {}
+    ready: dict[str, Candidate] = {}
+    with torch.no_grad():
+        for peer in chosen(session.peers):
+            try:
+                candidate = ready[peer.name] = prepare(peer, problem, inputs[0], None, exact)
+            except Exception as error:
+                session.failed(WHAT, where, peer, error)
+                continue
+            calls = [_bind(candidate, tensors) for tensors in inputs]
+            eager[peer.name] = _all(calls)
+            if session.device.type != "cuda":
+                session.record("decode", where, peer, status="skipped", reason="CUDA graphs need CUDA")
+                continue
+            try:
+                graphs[peer.name] = _graph(calls)
+            except Exception as error:
+                session.failed(["decode"], where, peer, error)
+        size = sum(x.numel() * x.element_size() for x in inputs[0]) + inputs[0][0].nbytes
+        rates = lambda ms: {"tbs": size / (ms / len(inputs)) / 1e9}
+        for what, candidates in zip(WHAT, (graphs, eager)):
+            for peer_name, row in compare(session, candidates, rates).items():
+                for value in ("ms", "ours_ms"):
+                    if value in row:
+                        row[value] /= len(inputs)
+                session.record(what, where, ready[peer_name].peer, **row, error=ready[peer_name].error)
+    session.say(f"decode {shape} {name}: {len(inputs)} sets of tensors")
+
+
+def sets_needed(problem: Problem) -> int:
+    """How many copies of keys and values are four times the L2 cache; one without a GPU."""
+    if problem.device.type != "cuda":
+        return 1
+    shape = problem.shape
+    size = 4 * shape.batch * shape.key_heads * shape.keys * shape.dim
+    cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
+    return max(1, min(_MOST_SETS, -(-4 * cache // size)))
+
+
+def _bind(candidate: Candidate, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+    own = [candidate.call.to_own(x) for x in tensors]
+    return lambda: candidate.call.run(*own)
+
+
+def _all(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _graph(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], None]:
+    """All calls as one CUDA graph; returns its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    kept: list[Tensor] = []
+    with torch.cuda.graph(graph):
+        kept.extend(call() for call in calls)
+    replay = lambda: graph.replay()
+    replay.kept = kept  # type: ignore[attr-defined]  # results live as long as the graph
+    return replay
