@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import flexattn
-from flexattn import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
+from flexattn import BlockMask, create_block_mask, create_mask, flex_attention
 from flexattn.frontend import display
 from tests.cases.bounds import assert_each_within
-from tests.helpers import DEVICES, check, exact, make_qkv, run
+from tests.helpers import DEVICES, check, exact, kept_pairs, make_qkv, run
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -137,14 +137,6 @@ def test_c39_decode_from_a_prefill_mask(device, mask_heads) -> None:
 
 def lower_right(q_len: int, kv_len: int):
     return lambda b, h, i, j: i + (kv_len - q_len) >= j
-
-
-def kept_pairs(mask_mod, q_len: int, kv_len: int, device: str) -> int:
-    """How many pairs attention itself keeps: with scores of 0 a row's lse is the log of its kept keys."""
-    q, k = (torch.zeros(1, 1, n, 4, device=device) for n in (q_len, kv_len))
-    lse = flex_attention(q, k, k, mask_mod=mask_mod, return_aux=AuxRequest(lse=True))[1].lse
-    assert not torch.isnan(lse).any()
-    return int(lse.double().exp().round().sum())
 
 
 @on_devices

@@ -146,17 +146,6 @@ def test_text_of_a_mask() -> None:
     assert ours.sparsity() == theirs.sparsity() == 37.5
 
 
-def test_density_of_packed_documents() -> None:
-    """C49: documents of 7, 13, 25, 25 and 30 tokens."""
-    ids = torch.repeat_interleave(torch.arange(5), torch.tensor([7, 13, 25, 25, 30]))
-    for block in ((8, 8), (64, 128), (128, 64), (16, 256)):
-        mask = create_block_mask(
-            lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 100, 100, "cpu", BLOCK_SIZE=block
-        )
-        assert mask.density() == 0.1234
-        assert 0 <= mask.sparsity() <= 100
-
-
 # ------------------------------------------------------------------------------------------------------- list masks
 def lists_of(tiles: torch.Tensor, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     counts = tiles.sum(-1).to(torch.int32)
