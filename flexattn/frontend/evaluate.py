@@ -98,7 +98,8 @@ def gather(
         else:
             found = tensor[tuple(where)]
         if bad is not None:
-            found = torch.where(bad, math.nan if found.is_floating_point() else 0, found)
+            lost = torch.full((), math.nan if found.is_floating_point() else 0, dtype=found.dtype, device=found.device)
+            found = torch.where(bad, lost, found)
             if out_of_range is not None:
                 out_of_range.append(bad)
     if not found.is_floating_point() and found.dtype != torch.bool:

@@ -120,11 +120,28 @@ class Tables:
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
         self._tables: dict[int, Table] = {}
+        self._wraps: dict[Expr, bool] = {}
 
     def __getitem__(self, slot: int) -> Table:
         if slot not in self._tables:
             self._tables[slot] = Table(self.binding.captures[slot])
         return self._tables[slot]
+
+    def may_wrap(self, body: Expr) -> bool:
+        """Whether integers may wrap around; the captured values are looked at only where that could make them."""
+        if body not in self._wraps:
+            numbers = self.binding.numbers
+            self._wraps[body] = may_wrap(body, numbers) and may_wrap(body, numbers, self._sizes())
+        return self._wraps[body]
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Powers of two, at least 2**31, that no value of a capture exceeds."""
+        bits = []
+        for tensor in self.binding.captures:
+            wide = tensor.dtype == torch.int64 and tensor.numel()
+            ends = torch.stack(torch.aminmax(tensor)).tolist() if wide else (0,)
+            bits.append(max(31, *(abs(x).bit_length() for x in ends)))
+        return tuple(1 << n for n in bits)
 
 
 def _load_bounds(table: Table, node: Expr, index: list[Pair]) -> Pair:
@@ -168,9 +185,10 @@ def bounds(
     """
     variables = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
     device = q_idx[0].device
-    if may_wrap(program.body, tables.binding.numbers):
+    if tables.may_wrap(program.body):
         return torch.zeros_like(q_idx[0], dtype=torch.bool), torch.ones_like(q_idx[0], dtype=torch.bool)
     reads: dict[Expr, list[Pair]] = {}
+    unknown: list[torch.Tensor] = []
 
     def visit(node: Expr, args: list[Pair]) -> Pair:
         if node.op == "var":
@@ -184,6 +202,8 @@ def bounds(
             return _load_bounds(tables[node.attr[0]], node, args)
         if node.op == "cast":
             lo, hi = OPS["cast"].bounds(args[0], node.dtype)
+            if node.dtype == torch.int64 and node.args[0].dtype.is_floating_point:
+                unknown.append(~((args[0][0] > -_TAME) & (args[0][1] < _TAME)))
         else:
             lo, hi = OPS[node.op].bounds(*args)
         if node.dtype.is_floating_point:  # one NaN end means nothing is known
@@ -197,24 +217,35 @@ def bounds(
             lo, hi = _set_bounds(node, reads, tables, (lo, hi))
         return lo, hi
 
-    return fold([program.body], visit)[0]
+    must, may = fold([program.body], visit)[0]
+    for wild in unknown:
+        must, may = must & ~wild, may | wild
+    return must, may
 
 
+_LIMIT = (1 << 63) - 1
+_TAME = 1 << 40  # a float that may be larger, infinite or NaN has no known integer
 _GROWTH: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
     "lshift": lambda a, b: a << min(b, 64),
+    "neg": lambda a: a,
+    "abs": lambda a: a,
+    "floordiv": lambda a, b: a,
 }
+_BITS: dict[str, Callable[..., int]] = {name: lambda a, b: min(2 * max(a, b), _LIMIT) for name in ("and", "or", "xor")}
+_SIZES = _GROWTH | _BITS | {"not": lambda a: a + 1}
 
 
 @lru_cache(maxsize=4096)
-def may_wrap(body: Expr, numbers: tuple[int | float, ...]) -> bool:
+def may_wrap(body: Expr, numbers: tuple[int | float, ...], sizes: tuple[int, ...] | None = None) -> bool:
     """Whether 64-bit integers may wrap around, as in `q_idx + window` for a window of 2**63 - 1: then no order is known.
 
-    Indices and captured integers count as below 2**31.
+    Indices count as below 2**31, and so do captured integers of fewer than 64 bits. `sizes` bounds the values of each captured
+    tensor; without it those of 64 bits may be anything.
     """
-    limit, wraps = (1 << 63) - 1, False
+    wraps = False
 
     def visit(node: Expr, args: list[int]) -> int:
         nonlocal wraps
@@ -222,11 +253,13 @@ def may_wrap(body: Expr, numbers: tuple[int | float, ...]) -> bool:
             return 1
         if node.op in ("const", "num"):
             return abs(int(node.attr if node.op == "const" else numbers[node.attr]))
+        if node.op == "load" and node.attr[2] == "int64":
+            return 1 << 63 if sizes is None else sizes[node.attr[0]]
         if node.op in ("var", "load", "cast"):
-            return 1 << 31
-        size = _GROWTH.get(node.op, max)(*args) if len(args) > 1 else args[0]
-        wraps = wraps or size > limit and node.op in (*_GROWTH, "neg", "abs")
-        return min(size, limit + 1)
+            return _TAME if node.op == "cast" else 1 << 31
+        size = _SIZES[node.op](*args) if node.op in _SIZES else max(args)
+        wraps = wraps or size > _LIMIT and node.op in _GROWTH
+        return min(size, 1 << 63)
 
     fold([body], visit)
     return wraps

@@ -167,17 +167,30 @@ def _mod_bounds(a: Pair, b: Pair) -> Pair:
     return lo, torch.where(same, a[1] - first * m, torch.clamp(b[1] - 1, min=0))
 
 
+def _all_bits(*values: Any) -> Any:
+    """The smallest 2**n - 1 that no value exceeds and of which none is below the complement."""
+    bits = values[0] ^ (values[0] >> 63)
+    for v in values[1:]:
+        bits = bits | v ^ (v >> 63)
+    for shift in (1, 2, 4, 8, 16, 32):
+        bits = bits | bits >> shift
+    return bits
+
+
 def _bits(name: str) -> Callable[[Pair, Pair], Pair]:
+    """Of integers: x & y is within a side that is not negative; otherwise all numbers of as many bits."""
+
     def bounds(a: Pair, b: Pair) -> Pair:
         if a[0].dtype == torch.bool:
             if name == "xor":
                 return (a[0] & ~b[1]) | (~a[1] & b[0]), ~((a[0] & b[0]) | (~a[1] & ~b[1]))
             f = torch.logical_and if name == "and" else torch.logical_or
             return f(a[0], b[0]), f(a[1], b[1])
-        size = 2 * torch.maximum(torch.maximum(a[0].abs(), a[1].abs()), torch.maximum(b[0].abs(), b[1].abs())) + 1
-        wild = (a[0] < 0) | (b[0] < 0)
-        hi = torch.minimum(a[1], b[1]) if name == "and" else a[1] + b[1]
-        return torch.where(wild, -size, 0), torch.where(wild, size, hi)
+        size, a_wild, b_wild = _all_bits(*a, *b), a[0] < 0, b[0] < 0
+        if name == "and":
+            hi = torch.where(a_wild, torch.where(b_wild, size, b[1]), torch.where(b_wild, a[1], torch.minimum(a[1], b[1])))
+            return torch.where(a_wild & b_wild, ~size, 0), hi
+        return torch.where(a_wild | b_wild, ~size, 0 if name == "xor" else torch.maximum(a[0], b[0])), size
 
     return bounds
 
@@ -229,9 +242,13 @@ def _wave_bounds(a: Pair) -> Pair:
 
 
 def _shift_bounds(f: Callable[[Any, Any], Any]) -> Callable[[Pair, Pair], Pair]:
+    """Corners; by less than 0 or more than 63 everything is shifted out, and the sign (or, to the left, 0) is left."""
+
     def bounds(a: Pair, b: Pair) -> Pair:
+        out = (b[0] < 0) | (b[1] > 63)
         lo, hi = corners(f)(a, (b[0].clamp(0, 63), b[1].clamp(0, 63)))
-        return lo, hi
+        low, high = f(a[0], 64), f(a[1], 64)
+        return torch.where(out, torch.minimum(lo, low), lo), torch.where(out, torch.maximum(hi, high), hi)
 
     return bounds
 

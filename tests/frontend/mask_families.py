@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -145,62 +144,3 @@ def families(n: int, seed: int = 0) -> dict[str, Mask]:
         "all": lambda b, h, q, k: q >= 0,
         "none": lambda b, h, q, k: q < 0,
     }
-
-
-def random_mask(rng: random.Random, n: int) -> Mask:
-    """A random predicate over tables, arithmetic with floor division, bit operations and comparisons."""
-    g = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=g)
-    tables = [
-        draw(-5, n, n).to(rng.choice([torch.int64, torch.int32])),
-        torch.sort(draw(0, 9, n)).values,
-        draw(0, n, n),
-    ]
-    flags, per_batch = draw(0, 2, BATCH, n).bool(), draw(-3, 300, BATCH)
-
-    def number(depth: int) -> Mask:
-        if depth == 0:
-            value = rng.randint(-9, 300)
-            return rng.choice(
-                [
-                    lambda b, h, q, k: q,
-                    lambda b, h, q, k: k,
-                    lambda b, h, q, k: q - k,
-                    lambda b, h, q, k: h,
-                    lambda b, h, q, k: q * 0 + value,
-                    lambda b, h, q, k: per_batch[b],
-                ]
-            )
-        x, y, c = number(depth - 1), number(depth - 1), rng.choice([2, 3, 7, 16, 64, 100, 128, -5, -64])
-        table = rng.choice(tables)
-        return rng.choice(
-            [
-                lambda *a: x(*a) + y(*a),
-                lambda *a: x(*a) - y(*a),
-                lambda *a: x(*a) * (c % 7 - 3),
-                lambda *a: x(*a) // c,
-                lambda *a: x(*a) % c,
-                lambda *a: abs(x(*a)),
-                lambda *a: torch.minimum(x(*a), y(*a)),
-                lambda *a: torch.maximum(x(*a), y(*a)),
-                lambda *a: torch.clamp(x(*a), -64, 200),
-                lambda *a: torch.where(a[2] > c, x(*a), y(*a)),
-                lambda *a: table[x(*a) % n],
-                lambda *a: torch.where(flags[a[0], x(*a) % n], 5, y(*a)),
-                lambda *a: tables[2][table[x(*a) % n] % n],
-                lambda *a: x(*a) & (c % 64),
-                lambda *a: x(*a) ^ y(*a),
-            ]
-        )
-
-    def condition(depth: int) -> Mask:
-        if depth == 0:
-            x, y = number(rng.randint(0, 3)), number(rng.randint(0, 2))
-            compare = rng.choice([torch.lt, torch.le, torch.eq, torch.ne, torch.gt, torch.ge])
-            return lambda *a: compare(x(*a), y(*a))
-        x, y = condition(depth - 1), condition(depth - 1)
-        joined = [lambda *a: x(*a) & y(*a), lambda *a: x(*a) | y(*a), lambda *a: x(*a) ^ y(*a), lambda *a: ~x(*a)]
-        return rng.choice(joined)
-
-    body = condition(rng.randint(0, 3))
-    return lambda b, h, q_idx, kv_idx: body(b, h, q_idx, kv_idx)

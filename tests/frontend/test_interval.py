@@ -7,6 +7,7 @@ import torch
 
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.interval import Table, Tables, bounds
+from flexattn.frontend.ops import OPS
 from flexattn.frontend.trace import trace
 
 ZERO = torch.zeros((), dtype=torch.int64)
@@ -60,6 +61,75 @@ def test_integers_that_wrap_around_prove_nothing(far):
         lambda b, h, q, k: q - k < far,
     ):
         check_sound(mask, 40, 40, 8)
+
+
+FAR_IDS = torch.tensor([2**63 - 1, -(2**63), 2**62, -1, 0, 2**62 + 1, -(2**62), 5]).repeat_interleave(5)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: FAR_IDS[q] - FAR_IDS[k] > 0,
+        lambda b, h, q, k: FAR_IDS[q] + k > FAR_IDS[k],
+        lambda b, h, q, k: -FAR_IDS[q] > FAR_IDS[k],
+        lambda b, h, q, k: abs(FAR_IDS[q]) > k,
+        lambda b, h, q, k: ~FAR_IDS[q] + k > 0,
+        lambda b, h, q, k: FAR_IDS[q] * 3 > k,
+        lambda b, h, q, k: FAR_IDS[q] << 1 > k,
+        lambda b, h, q, k: FAR_IDS[q] // 3 > FAR_IDS[k] // (k - 4 + (k == 4).long()),
+        lambda b, h, q, k: (FAR_IDS[q] ^ FAR_IDS[k]) + k > 0,
+    ],
+    ids=["difference", "sum", "negated", "absolute", "complement", "multiple", "shifted", "quotient", "bits"],
+)
+def test_captured_integers_may_wrap_around_too(mask):
+    """Hashes as ids: arithmetic on values of 64 bits wraps, and then bounds prove nothing."""
+    check_sound(mask, 40, 40, 8)
+    check_sound(mask, 40, 40, 5, sets=True)
+
+
+def test_small_captured_integers_still_prove():
+    """64-bit tensors whose values are small are told apart from those that may wrap."""
+    first = torch.arange(100) // 23 * 23
+    decided, total = check_sound(
+        lambda b, h, q, k: (first[q] == first[k]) & (q - first[q] >= k - first[k]), 100, 100, 8
+    )
+    assert decided >= total // 2
+
+
+EDGES = torch.tensor([0, 1, -1, 7, 8, -8, -9, 100, 2**31, -(2**31), 2**62 - 1, 2**62, -(2**62), 2**63 - 1, -(2**63)])
+
+
+@pytest.mark.parametrize("op", ["and", "or", "xor", "rshift", "lshift"])
+def test_bounds_of_bits_hold_every_value(op):
+    """All pairs of intervals between the edges, against all their points; by far too much, and by less than nothing, too."""
+    few = torch.tensor([-70, -1, 0, 1, 5, 62, 63, 64, 90])
+    left, right = EDGES.sort().values, (few if "shift" in op else EDGES).sort().values
+    if op == "lshift":
+        left = left[(left >= -100) & (left <= 100)]  # the others may wrap, which `may_wrap` finds
+    row = OPS[op]
+    for i in range(len(left)):
+        for j in range(len(right)):
+            a, b = (left[i], left[i:]), (right[j], right[j:])
+            lo, hi = row.bounds((a[0], a[1][:, None]), (b[0], b[1][None]))
+            lo, hi = lo.expand(len(a[1]), len(b[1])), hi.expand(len(a[1]), len(b[1]))
+            values = row.eval(a[1][:, None], b[1][None])
+            if op == "lshift":
+                values, lo, hi = (x[:, : int((b[1] < 55).sum())] for x in (values, lo, hi))
+            if values.numel():
+                assert bool((values.cummin(0).values.cummin(1).values >= lo).all()), (left[i], right[j])
+                assert bool((values.cummax(0).values.cummax(1).values <= hi).all()), (left[i], right[j])
+
+
+def test_floats_too_large_for_an_integer_prove_nothing():
+    values = torch.tensor([1e10, -1e10, 3.0, 4.6e18, 9.2e18, -9.2e18, 1e13, -7.0]).repeat_interleave(5)
+    for mask in (
+        lambda b, h, q, k: values[q].to(torch.int64) > values[k].to(torch.int64),
+        lambda b, h, q, k: values[q].long() + values[k].long() > 0,
+        lambda b, h, q, k: values[q].long() > 4 * 2**60,
+    ):
+        check_sound(mask, 40, 40, 8)
+    decided, total = check_sound(lambda b, h, q, k: (q * 0.5).long() >= (k * 0.5).long() + 1, 40, 40, 5)
+    assert decided >= total // 2
 
 
 def test_value_sets_decide_unsorted_documents():
