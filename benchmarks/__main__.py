@@ -133,8 +133,9 @@ def run_gpu(given: argparse.Namespace) -> int:
     session = _session(given, names)
     if given.warm and wanted:
         options = ["--peers", *names, "--device", given.device]
-        attention.warm(options, given.shapes, given.variants, given.warm)
-        session.say(f"compiled {len(given.shapes) * len(given.variants)} cases in {given.warm} processes")
+        failed = attention.warm(options, given.shapes, given.variants, given.warm)
+        count = len(given.shapes) * len(given.variants)
+        session.say(f"compiled {count} cases in {given.warm} processes at a time, {failed} ended with an error")
     if "ceilings" in given.what:
         calls.ceilings(session)
     if wanted:

@@ -136,14 +136,16 @@ def forget_compiled() -> None:
 
 
 # ---------------------------------------------------------------- filling caches
-def warm(arguments: Sequence[str], shapes: Sequence[str], variants: Sequence[str], workers: int) -> None:
+def warm(arguments: Sequence[str], shapes: Sequence[str], variants: Sequence[str], workers: int) -> int:
     """Compiles every case in processes of their own, `workers` at a time, so that this one finds the kernels on disk.
 
     Args:
         arguments: Options of `python -m benchmarks gpu` that the children get too.
+    Returns: How many of them ended with an error, which this process will then meet itself.
     """
     cases = [(s, v) for s in shapes for v in variants]
     running: list[subprocess.Popen[bytes]] = []
+    failed = 0
     variables = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # the cases are parallel, not their parts
     quiet = subprocess.DEVNULL
     while cases or running:
@@ -153,4 +155,6 @@ def warm(arguments: Sequence[str], shapes: Sequence[str], variants: Sequence[str
             command += ["--shapes", shape, "--variants", variant, "--rounds", "1", "--calls", "1"]
             running.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=quiet, stderr=quiet))
         time.sleep(0.2)
-        running = [p for p in running if p.poll() is None]
+        failed += sum(1 for p in running if p.poll() not in (None, 0))
+        running = [p for p in running if p.returncode is None]
+    return failed

@@ -31,14 +31,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shapes = sorted({r["shape"] for r in bars}, key=_size)
     peers = [n for n in PEERS if any(r["impl"] == n for r in bars)]
     small = max((r["tflops"] for r in bars), default=0) < 10
-    across = min(len(shapes), 3 if not small else 2) or 1
-    down = max(1, len(whats) * -(-len(shapes) // across))
+    wanted = [(what, shape) for shape in shapes for what in whats]
+    across, down = 2, max(1, -(-len(wanted) // 2))
     figure, axes = plt.subplots(down, across, figsize=(6.2 * across, 3.3 * down), squeeze=False, layout="constrained")
     panels = iter(axes.flat)
-    for what in whats:
-        for shape in shapes:
-            chosen = [r for r in bars if r["what"] == what and r["shape"] == shape]
-            _panel(next(panels), chosen, peers, f"{what}, {shape}", "GFLOP/s" if small else "TFLOP/s")
+    for what, shape in wanted:
+        chosen = [r for r in bars if r["what"] == what and r["shape"] == shape]
+        _panel(next(panels), chosen, peers, f"{what}, {shape}", "GFLOP/s" if small else "TFLOP/s")
     for left in panels:
         left.axis("off")
     handles, labels = axes.flat[0].get_legend_handles_labels()
