@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu, problems, report, results
+from benchmarks import attention, calls, cpu, decode, masks, problems, report, results, sweep
 from benchmarks.peers import PEERS
 from benchmarks.results import OURS, Recorder, environment
 from benchmarks.session import Session
@@ -29,7 +29,6 @@ from benchmarks.session import Session
 WHAT = ("forward", "backward", "memory", "decode", "masks", "host", "first_call", "ceilings")
 DEFAULT_SHAPES = ("d128", "d128_4k", "d64")
 DEFAULT_PEERS = (OURS, "torch_flex")
-MASK_LENGTHS = (16384, 65536, 131072, 262144, 1048576)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     gpu.add_argument("--shapes", nargs="+", choices=tuple(problems.SHAPES), default=list(DEFAULT_SHAPES))
     gpu.add_argument("--variants", nargs="+", choices=problems.VARIANTS, default=list(problems.VARIANTS))
     gpu.add_argument("--decode-shapes", nargs="+", choices=tuple(problems.DECODE_SHAPES))
-    gpu.add_argument("--mask-lengths", nargs="+", type=int, default=list(MASK_LENGTHS))
-    gpu.add_argument("--mask-variants", nargs="+", choices=problems.VARIANTS[1:4], default=["causal", "documents"])
+    gpu.add_argument("--mask-lengths", nargs="+", type=int, default=list(masks.LENGTHS))
+    gpu.add_argument("--mask-variants", nargs="+", choices=problems.VARIANTS[1:4], default=list(masks.VARIANTS))
     gpu.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(DEFAULT_PEERS))
     gpu.add_argument("--warm", type=int, default=0, help="compile in this many processes first")
     gpu.add_argument("--budget", type=float, help="seconds after which no new case starts")
@@ -54,16 +53,16 @@ def parser() -> argparse.ArgumentParser:
     on_cpu.add_argument("--variants", nargs="+", choices=cpu.VARIANTS, default=list(cpu.VARIANTS))
     on_cpu.add_argument("--quick", action="store_true", help="only causal and window at 4096")
     _measuring(on_cpu, rounds=7, calls=1)
-    sweep = commands.add_parser("sweep", help="tiles of one kernel")
-    sweep.add_argument("--kernels", nargs="+", choices=("forward", "dq", "dkdv"), default=["forward", "dq", "dkdv"])
-    sweep.add_argument("--shapes", nargs="+", choices=tuple(problems.SHAPES), default=["d128"])
-    sweep.add_argument("--variants", nargs="+", choices=problems.VARIANTS, default=["causal"])
-    sweep.add_argument("--tiles", nargs="+", type=int, default=[32, 64, 128])
-    sweep.add_argument("--warps", nargs="+", type=int, default=[4, 8])
-    sweep.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3, 4])
-    sweep.add_argument("--workers", type=int, default=14, help="processes that compile beforehand; 0 for none")
-    sweep.add_argument("--top", type=int, default=6)
-    _measuring(sweep, rounds=3, calls=3)
+    swept = commands.add_parser("sweep", help="tiles of one kernel")
+    swept.add_argument("--kernels", nargs="+", choices=sweep.KERNELS, default=list(sweep.KERNELS))
+    swept.add_argument("--shapes", nargs="+", choices=tuple(problems.SHAPES), default=["d128"])
+    swept.add_argument("--variants", nargs="+", choices=problems.VARIANTS, default=["causal"])
+    swept.add_argument("--tiles", nargs="+", type=int, default=[32, 64, 128])
+    swept.add_argument("--warps", nargs="+", type=int, default=[4, 8])
+    swept.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3, 4])
+    swept.add_argument("--workers", type=int, default=14, help="processes that compile beforehand; 0 for none")
+    swept.add_argument("--top", type=int, default=6)
+    _measuring(swept, rounds=3, calls=3)
     merge = commands.add_parser("merge", help="rows of several files into one")
     merge.add_argument("files", nargs="+", type=Path)
     merge.add_argument("--into", type=Path, required=True)
@@ -124,8 +123,6 @@ def _finish(session: Session) -> int:
 
 def run_gpu(given: argparse.Namespace) -> int:
     """The measurements asked for, in a fixed order."""
-    from benchmarks import attention, calls, decode, masks
-
     names = list(dict.fromkeys([OURS, *given.peers]))
     shapes = [problems.SHAPES[n] for n in given.shapes]
     decode_names = given.decode_shapes or (["tiny"] if given.device == "cpu" else list(problems.DECODE_SHAPES)[:-1])
@@ -162,8 +159,6 @@ def run_cpu(given: argparse.Namespace) -> int:
 
 def run_sweep(given: argparse.Namespace) -> int:
     """All configurations of the kernels asked for."""
-    from benchmarks import sweep
-
     session = _session(given, [OURS])
     configs = lambda kernel: sweep.configurations(kernel, given.tiles, given.warps, given.stages)
     sweep.run(session, given.shapes, given.variants, given.kernels, configs, problems.SHAPES, given.workers, given.top)
@@ -196,20 +191,16 @@ def run_report(given: argparse.Namespace) -> int:
 
 def run_first_call(given: argparse.Namespace) -> int:
     """One process of the cold first calls."""
-    from benchmarks.calls import first_call_child
-
     device = torch.device(given.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return first_call_child(given.peer, problems.SHAPES[given.shape], given.variants, device, dtype)
+    return calls.first_call_child(given.peer, problems.SHAPES[given.shape], given.variants, device, dtype)
 
 
 def run_compile_tiles(given: argparse.Namespace) -> int:
     """One process that fills the cache for a sweep."""
-    from benchmarks.sweep import compile_child
-
     configs = [tuple(c) for c in json.loads(given.configs)]
     shape = problems.Shape(*json.loads(given.sizes))
-    return compile_child(given.kernel, given.variant, shape, configs, torch.device(given.device))
+    return sweep.compile_child(given.kernel, given.variant, shape, configs, torch.device(given.device))
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def details(paths: Sequence[Path]) -> str:
         parts += [
             f"## {_heading(rows)}",
             _about(rows),
-            f"![{_alt(rows)}]({_picture(path).relative_to(DETAILS.parent)})",
+            f"![{_alt(rows)}]({_relative(_picture(path), DETAILS.parent)})",
         ]
         parts += [text for title, text in _all_tables(rows) for text in (f"### {title}", text) if text != ""]
         parts.append(_reasons(rows))
@@ -277,8 +277,8 @@ def _picture(path: Path) -> Path:
     return path.with_suffix(".png")
 
 
-def _relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+def _relative(path: Path, base: Path = ROOT) -> str:
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else path.name
 
 
 def digest(rows: Iterable[Row]) -> str:

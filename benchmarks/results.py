@@ -96,6 +96,8 @@ def line(row: Row) -> str:
     if row["status"] != "ok":
         return f"{head} {row['status']}: {row['reason']}"
     parts = [f"{row['ms']:.4g} ms"] if "ms" in row else []
+    if "tflops" in row:
+        parts.append(f"{row['tflops']:.4g} TFLOP/s" if row["tflops"] >= 1 else f"{1e3 * row['tflops']:.4g} GFLOP/s")
     parts += [f"{row[name]:.4g} {unit}" for name, unit in _UNITS if name in row]
     if "speedup" in row and row["impl"] != OURS:
         parts.append(f"flexattn is {row['speedup']:.3f}x as fast")
@@ -104,7 +106,7 @@ def line(row: Row) -> str:
     return f"{head} {', '.join(parts)}"
 
 
-_UNITS = (("tflops", "TFLOP/s"), ("tbs", "TB/s"), ("mib", "MiB"), ("registers", "registers"), ("spills", "spills"))
+_UNITS = (("tbs", "TB/s"), ("mib", "MiB"))
 
 
 def environment(device: torch.device, commit: str | None = None) -> Row:

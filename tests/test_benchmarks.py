@@ -533,13 +533,11 @@ def test_a_gpus_tables_hold_its_rows(tmp_path: Path) -> None:
     assert "### NVIDIA H200" in text and "abc1234, 2026-11-30" in text
     assert "| 1x16x16384x128 | causal | 500 / 300 | 1.25x / 0.88x |" in text
     assert "compared with each other" in text  # these rows carry no error
-    everything = report._all_tables(report.rows_of(path))
-    tables = "\n".join(table for _, table in everything)
+    tables = report.details([path])
     for cell in ("500, 2 ms", "400, 2.5 ms (1.25x)", "14 us, 2.50", "2 ms, 1 MiB", "4.10 (first of its process)", "512",
                  "81 us", "4.27 TB/s"):  # fmt: skip
         assert cell in tables
-    reasons = report._reasons(report.rows_of(path))
-    assert "FlashAttention-4: unsupported: no such mask (forward 1x16x16384x128 causal)" in reasons
+    assert "FlashAttention-4: unsupported: no such mask (forward 1x16x16384x128 causal)" in tables
     assert "sweep" not in tables
 
 
