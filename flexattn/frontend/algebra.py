@@ -45,8 +45,11 @@ class _Composer:
     def read(self, tensor: Tensor, *index: Expr) -> Expr:
         return load(self.capture(tensor), tensor.dtype, index)
 
-    def body(self, traced: Traced, replace: Mapping[Expr, Expr] | None = None) -> Expr:
-        """The program's expression over this composer's slots, with some variables replaced."""
+    def body(self, traced: Traced, replace: Mapping[Expr, Expr] | None = None, *, where: Expr | None = None) -> Expr:
+        """The program's expression over this composer's slots, with some variables replaced.
+
+        Where the condition `where` does not hold the value does not count, and captured tensors are read at 0 instead.
+        """
         self.where = self.where or traced.program.where
         program, binding = traced
         slots = [self.capture(t, i) for t, i in zip(binding.captures, program.captures, strict=True)]
@@ -58,6 +61,7 @@ class _Composer:
                 return swap[node]
             if node.op == "load":
                 slot, _, name = node.attr
+                args = args if where is None else [make("where", where, index, 0) for index in args]
                 new = load(slots[slot], getattr(torch, name), args)
             elif node.op == "num":
                 new = num(numbers[node.attr], node.dtype)
@@ -150,8 +154,8 @@ def listed(full: Tensor, partial: Tensor, *, block: tuple[int, int], inner: Trac
     b, h = (var(name) if full.shape[n] > 1 else zero for n, name in enumerate(("b", "h")))
     index = (b, h, make("floordiv", var("q_idx"), block[0]), make("floordiv", var("kv_idx"), block[1]))
     body = parts.read(partial, *index)
-    if inner is not None:
-        body = make("and", body, parts.body(inner))
+    if inner is not None:  # whose reads in full blocks may be out of range
+        body = make("and", body, parts.body(inner, where=body))
     return parts.traced(make("or", parts.read(full, *index), body), "block list")
 
 

@@ -180,6 +180,28 @@ def test_from_kv_blocks_means_full_or_partial_and_mask(narrow: bool, q_len: int,
     assert torch.equal(predicate.tile_map(20, 24).dense(), tiles)
 
 
+@pytest.mark.parametrize("block", [16, 40])
+def test_what_a_function_reads_in_full_blocks_does_not_count(block: int) -> None:
+    """Document ids that end where the partial blocks do: full blocks lie past their end, whole or cut, tiled or as a predicate."""
+    ids = torch.arange(2 * block) // 7
+    lists = (*lists_of(torch.tensor([[[[1, 1, 0], [0, 1, 0], [0, 0, 0]]]]) == 1),)
+    lists += lists_of(torch.tensor([[[[0, 0, 1], [0, 0, 0], [1, 0, 1]]]]) == 1)
+    length = 3 * block - 5
+    rule = functools.partial(by_document, ids)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=rule, seq_lengths=(length, length))
+    want = torch.zeros(length, length, dtype=torch.bool)
+    inner = ids[:, None] == ids
+    want[: 2 * block, : 2 * block] = inner
+    want[block : 2 * block, :block] = False
+    want[:block, 2 * block :] = want[2 * block :, :block] = want[2 * block :, 2 * block :] = True
+    for made in (mask.to_mask(), kept_by(mask), kept_by(mask.as_predicate())):
+        assert torch.equal(made[0, 0], want)
+    assert mask.as_predicate().tile_map(32, 24).kept_pairs() == int(want.sum())
+    late = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=lambda b, h, q, k: ids[q + 1] >= 0)
+    with pytest.raises(CaptureIndexError):  # a pair of a partial block
+        late.to_mask()
+
+
 def test_list_mask_without_a_function_keeps_partial_blocks_whole() -> None:
     state = torch.tensor([[[[1, 0, 1], [0, 1, 1]]]])
     mask = BlockMask.from_kv_blocks(*lists_of(state == 1), BLOCK_SIZE=16)

@@ -71,7 +71,11 @@ MUTATIONS = [  # (file, before, after)
     ("evaluate", "i = torch.where(i < 0, i + size, i)", "i = torch.where(i < 0, 0, i)"),
     # ---------------------------------------------------------------- slices, lists and masks of masks
     ("algebra", 'make("add", make("mul", block, q.block), make("mod", row, q.block))', 'make("mul", block, q.block)'),
-    ("algebra", 'body = make("and", body, parts.body(inner))', 'body = make("or", body, parts.body(inner))'),
+    (
+        "algebra",
+        'body = make("and", body, parts.body(inner, where=body))',
+        'body = make("or", body, parts.body(inner, where=body))',
+    ),
     ("algebra", 'make("floordiv", var("kv_idx"), block[1])', 'make("floordiv", var("kv_idx"), block[0])'),
     ("block_lists", "partial = partial[~torch.isin(partial, full)]", "pass"),
     ("block_lists", "getattr(by_col, name), group, col, row)", "getattr(by_col, name), group, row, col)"),
