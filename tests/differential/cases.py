@@ -278,8 +278,8 @@ _SCORES = [
 
 _MASKS = [
     Case("causal mask", ("causal_block", "causal_block_paged"), None, lambda z: causal, in_all_dtypes=True),
-    Case("causal mask ending together", ("causal_block_non_divisible", "non_divisible_offset_mask", "decode_at_different_input_position"),
-         None, ending_together),
+    Case("causal mask ending together",
+         ("causal_block_non_divisible", "non_divisible_offset_mask", "decode_at_different_input_position"), None, ending_together),
     Case("offset in a tensor", ("non_divisible_offset_mask_with_captured_buffer",), None, lambda z, n: lambda b, h, i, j: i + n >= j,
          captured=lambda z: [torch.tensor(z.kv_len - z.q_len)]),
     Case("offset by batch in a tensor",

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,17 +35,22 @@ class Problem:
     mask: Mod | None
     learnt: tuple[Tensor, ...]
     mask_size: tuple[int | None, int | None]
+    make_mask: Callable[[ModuleType], Any] | None = None  # instead of create_block_mask
 
     @property
     def device(self) -> torch.device:
         return self.qkv[0].device
 
-    def block_mask(self, create: Callable[..., Any]) -> Any:
-        """The mask by `create`, ours or torch's; None where everything is kept."""
+    def block_mask(self, flex: ModuleType) -> Any:
+        """The mask made by a module, flexattn or torch's; None where everything is kept."""
+        if self.make_mask is not None:
+            return self.make_mask(flex)
         if self.mask is None:
             return None
         z = self.sizes
-        return create(self.mask, *self.mask_size, z.q_len, z.kv_len, device=str(self.device), BLOCK_SIZE=z.block)
+        return flex.create_block_mask(
+            self.mask, *self.mask_size, z.q_len, z.kv_len, device=str(self.device), BLOCK_SIZE=z.block
+        )
 
 
 def make_problem(case: Case, z: Sizes, device: str, *, requires_grad: bool = True) -> Problem:
@@ -74,7 +80,7 @@ def make_problem(case: Case, z: Sizes, device: str, *, requires_grad: bool = Tru
 # ---------------------------------------------------------------- who computes
 def ours(problem: Problem, **options: Any) -> Result:
     """flexattn, with the gradients of query, key, value and of what is learnt."""
-    mask = problem.block_mask(flexattn.create_block_mask)
+    mask = problem.block_mask(flexattn)
     return run(problem.qkv, score_mod=problem.score, captures=problem.learnt, block_mask=mask, **options)
 
 
@@ -100,7 +106,7 @@ def torch_forward(problem: Problem, **options: Any) -> Result:
             k,
             v,
             problem.score,
-            problem.block_mask(torch_flex.create_block_mask),
+            problem.block_mask(torch_flex),
             enable_gqa=True,
             return_aux=torch_flex.AuxRequest(lse=True),
             **options,
@@ -113,7 +119,7 @@ def torch_compiled(problem: Problem, compiled: Callable[..., Any], **options: An
     out, aux = compiled(
         *problem.qkv,
         problem.score,
-        problem.block_mask(torch_flex.create_block_mask),
+        problem.block_mask(torch_flex),
         enable_gqa=problem.sizes.q_heads != problem.sizes.kv_heads,
         return_aux=torch_flex.AuxRequest(lse=True),
         **options,

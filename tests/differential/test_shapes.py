@@ -178,13 +178,13 @@ def test_row_maxima(row: str, device: str) -> None:
     wanted = _row_maxima(problem)
     arguments = (*problem.qkv, problem.score)
     request = torch_flex.AuxRequest(lse=True, max_scores=True)  # torch's own tuple is accepted
-    mask = problem.block_mask(flexattn.create_block_mask)
+    mask = problem.block_mask(flexattn)
     aux = flexattn.flex_attention(*arguments, mask, enable_gqa=True, return_aux=request)[1]
     assert aux.max_scores.dtype == F32 and not aux.max_scores.requires_grad and aux.lse.requires_grad
     torch.testing.assert_close(aux.max_scores.double(), wanted, atol=1e-5, rtol=1e-5)
     if device == "cuda":
         with torch_compiler(dynamic=False) as (compiled, _):
-            mask = problem.block_mask(torch_flex.create_block_mask)
+            mask = problem.block_mask(torch_flex)
             theirs = compiled(*arguments, mask, enable_gqa=True, return_aux=request)[1]
         some = ~torch.isneginf(wanted)
         torch.testing.assert_close(aux.max_scores[some], theirs.max_scores[some], atol=1e-4, rtol=1e-4)
