@@ -329,7 +329,7 @@ def _read(question: Question) -> Tuned | None:
     path = _path(identity)
     try:
         winner, trials = _parse(path.read_text(), identity, question.candidates)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:  # whatever is wrong with it, it is not trusted
         settings.warn_once(
