@@ -241,6 +241,8 @@ _SCORES = [
          captured=lambda z: [torch.arange(z.longest) > z.longest // 2]),
     Case("causal by batch, else both ways", ("dependent_causal_bidirectional",),
          lambda z, n: kept_score(lambda b, h, i, j: (i >= j) | (i <= n[b]) & (j <= n[b])), captured=lambda z: [lengths(z)]),
+    Case("poisonous", ("poison",), lambda z: lambda s, b, h, i, j: s + torch.log((i - j).float()) + 1.0 / (i - j),
+         lambda z: lambda b, h, i, j: i > j),
     # captured tensors
     Case("captured scale", ("captured_scale",), lambda z, scale: lambda s, b, h, i, j: s * scale, captured=lambda z: [torch.tensor(3)]),
     Case("captured scale of shape 1", ("captured_scale",), lambda z, t: lambda s, b, h, i, j: s * t[0], captured=lambda z: [learnt(1)]),
