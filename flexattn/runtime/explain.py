@@ -176,7 +176,12 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
         target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, "forward")
     else:  # the call runs whatever its tiles, so neither options nor a list mask may make this fail
         target = target_of(90)
-        sizes = {"element_bytes": q.element_size(), "qk_dim": q.shape[3], "v_dim": v.shape[3], "q_len": q.shape[2]}
+        sizes: dict[str, Any] = {
+            "element_bytes": q.element_size(),
+            "qk_dim": q.shape[3],
+            "v_dim": v.shape[3],
+            "q_len": q.shape[2],
+        }
         config, why = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)[0], "the default"
     spec = KernelSpec(kernel="forward", target=target, config=config, **choose.kernel_facts(problem, plan))
     return emit(spec), why
