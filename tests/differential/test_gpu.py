@@ -24,7 +24,7 @@ WITH_TORCH = (
 )
 WITH_ORACLE = (
     Sizes(3, 6, 2, 257, 333, 32, 64, block=(256, 128)),
-    Sizes(2, 3, 3, 129, 200, 96, 48, block=(64, 128), kv_batch=1),
+    Sizes(2, 3, 3, 129, 200, 32, 64, block=(64, 128), kv_batch=1),
 )
 COMPILATIONS = 2  # for any number of sizes: one for all, and one should a first size be taken for a constant
 ROWS = [(name, BF16) for name in CASES]
