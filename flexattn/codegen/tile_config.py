@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexattn.codegen.target import Target
 from flexattn.errors import OptionError, UnsupportedError
 
 if TYPE_CHECKING:
+    from flexattn.frontend.expr import Expr
     from flexattn.frontend.program import Program
 
 SHORT_QUERIES = 32  # up to here a call is in the "short" size class and takes small query tiles
@@ -35,6 +36,19 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedReads:
+    """What the loop reads of captured tensors, in bytes: an element of the tile, a query row and a key, each as far as
+    their index moves along it alone; whether an element is narrower than 4 bytes, which no hardware copies by itself; and
+    whether the dq kernel may add to the gradient of a captured tensor element by element."""
+
+    element: int = 0
+    query: int = 0
+    key: int = 0
+    is_narrow: bool = False
+    may_have_gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TileProblem:
     """What the choice of tiles rests on."""
 
@@ -46,6 +60,13 @@ class TileProblem:
     is_short: bool
     gathers: int  # captured reads in the loop whose index moves along both tile axes
     has_score: bool = False  # there is a score_mod
+    reads: CapturedReads = CapturedReads()
+    precision: str = "ieee"  # of float32 products
+
+    @property
+    def is_single(self) -> bool:
+        """Whether products run on ordinary arithmetic units."""
+        return self.element_bytes == 4 and self.precision == "ieee"
 
     @property
     def pad(self) -> int:
@@ -147,24 +168,121 @@ def tile_dims(qk_dim: int, v_dim: int, target: Target) -> tuple[int, int]:
     return qk_pad, v_pad
 
 
-def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
-    """Shared memory the compiled kernel takes at most.
+# ---------------------------------------------------------------- the model of shared memory
+_ROUNDING = 1024  # of buffers to the widest swizzle, barriers, a row of captured integers between two layouts
 
-    Tiles that stay for the whole program, plus one buffer per stage of what is streamed, plus a tile of probabilities on
-    its way to becoming an operand, plus captured reads the compiler pipelines.
+
+class _Sides(NamedTuple):
+    """A kernel's tiles in bytes: its own rows (queries in the forward and dq, keys in dkdv) and what it streams."""
+
+    own: int  # rows
+    kept: int  # tiles of the own rows that stay
+    first: int  # the streamed tile of q or k
+    second: int  # the streamed tile of d_out or v
+    scores: int  # a tile of probabilities in the inputs' data type
+    captured: int  # captured reads a stage holds beside it
+    row: int  # what a streamed row holds beside it in each stage
+
+    @property
+    def streamed(self) -> int:
+        return self.first + self.second
+
+
+def _sides(config: TileConfig, problem: TileProblem) -> _Sides:
+    m, n, size, reads = config.BLOCK_M, config.BLOCK_N, problem.element_bytes, problem.reads
+    is_dkdv = problem.kernel == "dkdv"
+    own, other = (n, m) if is_dkdv else (m, n)
+    kept = own * (problem.qk_pad + (0 if problem.kernel == "forward" else problem.v_pad)) * size
+    row = other * (8 + reads.query if is_dkdv else reads.key)  # 8: a log-sum and a delta
+    first, second = other * problem.qk_pad * size, other * problem.v_pad * size
+    return _Sides(own, kept, first, second, m * n * size, m * n * reads.element, row)
+
+
+def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
+    """Shared memory the compiled kernel takes: never less than the compiler's figure, at most 5 % or 4 KiB more.
+
+    Tiles of the own rows stay; what is streamed has buffers by the number of stages, one more or less by the matrix
+    instruction; scores go through shared memory where they must change their layout to become an operand. Captured
+    reads in a loop of one stage change layouts in ways that are bounded here, not followed.
+
+    Args:
+        config: Tiles, warps and stages.
+        problem: Kernel, target, sizes and captured reads.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> shared_bytes(TileConfig(128, 64, 4, 3), TileProblem("forward", target_of(90), 2, 64, 64, False, 0))
+        66560
     """
-    m, n, size = config.BLOCK_M, config.BLOCK_N, problem.element_bytes
-    q_side = m * (problem.qk_pad + (0 if problem.kernel == "forward" else problem.v_pad)) * size
-    kv_side = n * (problem.qk_pad + problem.v_pad) * size
-    kept, streamed = (kv_side, q_side) if problem.kernel == "dkdv" else (q_side, kv_side)
-    uses_shared = problem.target.family != "mma" and size == 2
-    buffers = config.num_stages if uses_shared else max(1, config.num_stages - 1)
-    probabilities = m * n * (size if problem.kernel == "forward" else 2 * size)
-    gathers = problem.gathers * m * n * 4 * config.num_stages
-    rows = 2 * m * 4 * config.num_stages
-    has_q_twice = problem.kernel == "dkdv" and config.num_stages == 1 and size == 2  # in two layouts
-    twice = m * problem.pad * size if has_q_twice else 0
-    return kept + buffers * streamed + twice + probabilities + gathers + rows + 1024
+    sides, tile, stages = _sides(config, problem), config.BLOCK_M * config.BLOCK_N, config.num_stages
+    by_registers = problem.target.family == "mma" or problem.is_single or sides.own < 64 or config.num_warps % 4 != 0
+    loop = (_register_loop if by_registers else _operand_loop)(sides, config, problem)
+    loop += (stages - 1) * sides.captured + stages * sides.row
+    reads, kernel = problem.reads, problem.kernel
+    if stages == 1 and (reads.element or reads.query or reads.key):
+        loop = max(loop + _relayout(sides, problem, by_registers) * tile, 4 * tile)
+    if reads.is_narrow or (kernel == "dq" and reads.may_have_gradient):
+        loop += _element_scratch(config, problem, by_registers)
+    results = sides.own * max(problem.v_pad, 0 if kernel == "forward" else problem.qk_pad)
+    return max(sides.kept + loop, results * problem.element_bytes) + _ROUNDING
+
+
+def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """Products whose left operand and sums are in registers (mma.sync, and float32 on ordinary arithmetic units): copies
+    run a stage ahead, and the tile at hand needs no buffer of its own. Where the last product is wider than it is tall
+    its warps lie side by side, and every one of them needs all scores of its rows. Tensors that the hardware cannot copy
+    (not aligned) run as one stage does, whatever the number of stages."""
+    is_wide = sides.own < (problem.v_pad if problem.kernel == "forward" else problem.qk_pad)
+    scores = sides.scores if problem.is_single or is_wide else 0
+    piped = (config.num_stages - 1) * sides.streamed + scores
+    turned = 0 if problem.is_single else max(sides.first, sides.second) // 2 if is_wide else 512 * config.num_warps
+    if problem.kernel == "forward":
+        return max(piped, sides.first, sides.second + scores)
+    if problem.kernel == "dq":
+        return max(piped, sides.first + max(scores, sides.second if problem.is_single else turned))
+    return max(piped, sides.streamed + max(scores, turned))
+
+
+def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """Products that read their operands from shared memory (wgmma, tcgen05): every stage has a buffer. tcgen05 runs beside
+    the loop, so a tile that a later product reads again has one more."""
+    stages, kernel = config.num_stages, problem.kernel
+    if stages == 1:
+        return max(sides.first, sides.second) if kernel == "forward" else sides.streamed
+    again = 0
+    if problem.target.family == "tcgen05":
+        again = {"forward": _correction_scratch(config, problem), "dq": sides.first, "dkdv": sides.streamed}[kernel]
+    return stages * sides.streamed + again
+
+
+def _correction_scratch(config: TileConfig, problem: TileProblem) -> int:
+    """tcgen05 with 8 warps splits columns between them: the sums change their layout to be rescaled by row."""
+    m, n = config.BLOCK_M, config.BLOCK_N
+    if config.num_warps < 8 or (m < 128 and n == problem.v_pad):
+        return 0
+    halves = 2 if n <= 16 else 1
+    return halves * m * problem.v_pad // 2 if m >= 128 else 2 * halves * m * problem.v_pad // (2 if n > 32 else 1)
+
+
+def _relayout(sides: _Sides, problem: TileProblem, by_registers: bool) -> int:
+    """Bytes an element of the tile of scores that captured reads may add to a loop of one stage."""
+    is_turned = by_registers and sides.own < problem.pad
+    return 4 if is_turned or (problem.kernel == "dq" and problem.target.family == "tcgen05") else 1
+
+
+def _element_scratch(config: TileConfig, problem: TileProblem, by_registers: bool) -> int:
+    """A part of a tile that is read or added to element by element, on its way between two layouts."""
+    m, warps = config.BLOCK_M, config.num_warps
+    if by_registers:
+        is_shared = problem.is_single and config.num_stages > 1  # with the tile of scores
+        part = 0 if is_shared else 128 * min(m, 16 * warps)
+    elif problem.target.family == "wgmma":
+        part = (512 if m >= 16 * warps else 1024) * warps
+    else:
+        part = 0 if m >= 32 * warps else (1024 if m >= 16 * warps else 2048) * warps
+    return min(part, 4 * m * config.BLOCK_N)
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:
@@ -174,7 +292,7 @@ def is_legal(config: TileConfig, problem: TileProblem) -> bool:
 
 def candidates(
     kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
-    programs: Sequence[Program | None] = (), options: Any = None,
+    programs: Sequence[Program | None] = (), options: Any = None, precision: str = "ieee",
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """Configurations of a kernel, best first.
 
@@ -186,6 +304,7 @@ def candidates(
         q_len: Only its size class matters.
         programs: Score and mask program; captured reads inside the loop cost shared memory.
         options: A TileOptions of the caller, honoured or refused, never ignored.
+        precision: Of float32 products, 'ieee' or 'tf32'.
 
     Returns:
         At least one configuration that fits.
@@ -193,21 +312,55 @@ def candidates(
     Raises:
         OptionError: The caller's tiles do not fit.
     """
-    gathers = sum(gathers_of(p) for p in programs if p is not None)
-    pads, is_short = tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES
-    has_score = any(p is not None and p.kind == "score" for p in programs)
-    problem = TileProblem(kernel, target, element_bytes, *pads, is_short, gathers, has_score)
+    sizes = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len}
+    problem = tile_problem(kernel, target, programs=programs, precision=precision, **sizes)
     found = _preferred(problem)
     return found if options is None else _with_options(problem, found, options)
+
+
+def tile_problem(
+    kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
+    programs: Sequence[Program | None] = (), precision: str = "ieee",
+) -> TileProblem:  # fmt: skip
+    """The facts of a call that tiles rest on; arguments as of `candidates`."""
+    given = [p for p in programs if p is not None]
+    reads = [captured_reads(p) for p in given]
+    return TileProblem(
+        kernel, target, element_bytes, *tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES,
+        gathers=sum(gathers_of(p) for p in given), has_score=any(p.kind == "score" for p in given),
+        reads=CapturedReads(
+            element=sum(r.element for r in reads), query=sum(r.query for r in reads), key=sum(r.key for r in reads),
+            is_narrow=any(r.is_narrow for r in reads), may_have_gradient=any(r.may_have_gradient for r in reads),
+        ),
+        precision=precision,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
 def gathers_of(program: Program) -> int:
     """Captured reads whose index moves along both tile axes."""
+    return sum(1 for n in _loads(program) if n.deps & _DEP_Q and n.deps & _DEP_KV)
+
+
+@functools.lru_cache(maxsize=1024)
+def captured_reads(program: Program) -> CapturedReads:
+    """What one program's reads take."""
+    import torch
+
+    loads = [(n.deps & _DEP_Q, n.deps & _DEP_KV, getattr(torch, n.attr[2])) for n in _loads(program)]
+    return CapturedReads(
+        element=sum(d.itemsize for q, kv, d in loads if q and kv and d.itemsize >= 4),
+        query=sum(d.itemsize for q, kv, d in loads if q and not kv),
+        key=sum(d.itemsize for q, kv, d in loads if kv and not q),
+        is_narrow=any(q and kv and d.itemsize < 4 for q, kv, d in loads),
+        may_have_gradient=program.kind == "score" and any(q and kv and d.is_floating_point for q, kv, d in loads),
+    )
+
+
+def _loads(program: Program) -> list[Expr]:
     from flexattn.frontend.expr import topological
 
-    loads = [n for n in topological([program.body]) if n.op == "load"]
-    return sum(1 for n in loads if n.deps & _DEP_Q and n.deps & _DEP_KV)
+    return [n for n in topological([program.body]) if n.op == "load"]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -284,7 +437,7 @@ _ACCUMULATORS = 192  # float32 sums a thread may hold; more spill, and take the 
 
 def trials(
     kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
-    programs: Sequence[Program | None] = (), options: Any = None,
+    programs: Sequence[Program | None] = (), options: Any = None, precision: str = "ieee",
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """Configurations worth timing for a call: the preferred ones, then neighbours of the first.
 
@@ -297,12 +450,10 @@ def trials(
         OptionError: The caller's tiles do not fit.
     """
     sizes = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len}
-    preferred = candidates(kernel, target, programs=programs, options=options, **sizes)
+    preferred = candidates(kernel, target, programs=programs, options=options, precision=precision, **sizes)
     if is_fixed(kernel, options) or target.is_interpreter:
         return preferred
-    gathers = sum(gathers_of(p) for p in programs if p is not None)
-    pads = tile_dims(qk_dim, v_dim, target)
-    problem = TileProblem(kernel, target, element_bytes, *pads, q_len <= SHORT_QUERIES, gathers)
+    problem = tile_problem(kernel, target, programs=programs, precision=precision, **sizes)
     near = [c for c in _neighbours(preferred[0]) if is_legal(c, problem) and _accumulators(c, problem) <= _ACCUMULATORS]
     return tuple(dict.fromkeys((*preferred, *near)))[:TRIALS_AT_MOST]
 

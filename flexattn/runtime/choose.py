@@ -78,7 +78,11 @@ def likely_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig,
     if not _is_tuned(problem, kernel):
         last = plan.memo.get(("last", *group))
         return configs[:1] if last is None else (last.config,)
-    question = _question(problem, plan, kernel, _likely_facts(problem, plan, kernel))
+    facts = _likely_facts(problem, plan, kernel)
+    last = plan.memo.get((*group, *facts.values()))
+    if last is not None:
+        return (last.config,)
+    question = _question(problem, plan, kernel, facts)
     tuned = autotune.find(question)
     if tuned is not None:
         return (tuned.winner,)
@@ -169,6 +173,7 @@ def _listed(
     return rule(
         kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_dim=q.shape[3], v_dim=problem.v.shape[3],
         q_len=q.shape[2], programs=(plan.score, plan.mask), options=_tile_options(problem, kernel),
+        precision="tf32" if plan.tf32 else "ieee",
     )  # fmt: skip
 
 

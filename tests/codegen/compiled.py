@@ -18,9 +18,8 @@ from flexattn.codegen.tile_config import (
     TileProblem,
     candidates,
     delta_config,
-    gathers_of,
     padded,
-    tile_dims,
+    tile_problem,
 )
 from flexattn.frontend.trace import Traced, trace
 from flexattn.runtime.compile import build
@@ -82,9 +81,10 @@ def preferred(kernel: str, arch: int, dim: int, dtype: str = "bf16", leaf: str =
 
 def problem_of(spec: KernelSpec) -> TileProblem:
     """What the shared-memory model is asked for this kernel."""
-    gathers = sum(gathers_of(p) for p in (spec.score, spec.mask) if p is not None)
-    size = 4 if spec.layouts[0].dtype == "fp32" else 2
-    return TileProblem(spec.kernel, spec.target, size, *tile_dims(spec.qk_dim, spec.v_dim, spec.target), False, gathers)
+    return tile_problem(
+        spec.kernel, spec.target, element_bytes=4 if spec.layouts[0].dtype == "fp32" else 2, qk_dim=spec.qk_dim,
+        v_dim=spec.v_dim, q_len=4096, programs=(spec.score, spec.mask), precision=spec.precision,
+    )  # fmt: skip
 
 
 def compile_and_measure(spec: KernelSpec, folder: Path) -> tuple[Any, Resources]:
