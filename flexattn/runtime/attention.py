@@ -100,6 +100,8 @@ def flex_attention(
     Returns:
         out [batch, q_heads, q_len, v_dim] in query's dtype and stride order; (out, lse) with return_lse; (out, AuxOutput)
         with return_aux. A row without a key has out 0, lse -inf and gives exactly 0 to every gradient.
+        Under torch.autocast, float16, bfloat16 and float32 inputs in any mixture run in autocast's dtype, and gradients come
+        back in the dtypes that were given; float64 runs as it is.
     Raises:
         ShapeError, DTypeError, DeviceError, OptionError: an argument does not fit, before anything is launched.
         TraceError: a mod does something that has no expression, with its file and line.
