@@ -119,10 +119,11 @@ class KernelSpec:
 
     @property
     def math(self) -> str:
-        """Which form of a function a leaf takes: 'hardware' for bfloat16, 'exp2' for float16, else 'exact'."""
+        """Which form of a function a leaf takes: 'hardware' for bfloat16, 'exp2' for float16 and on AMD, else 'exact'."""
         if self.target.is_interpreter:
             return "exact"
-        return {"bf16": "hardware", "fp16": "exp2"}.get(self.layouts[0].dtype, "exact")
+        half = "exp2" if self.target.is_amd else "hardware"
+        return {"bf16": half, "fp16": "exp2"}.get(self.layouts[0].dtype, "exact")
 
 
 def _load(layout: TensorLayout, has_descriptors: bool) -> str:

@@ -170,7 +170,7 @@ def build(source: KernelSource) -> Any:
     signature = {name: source.signature.get(name, "constexpr") for name in function.arg_names}
     attrs = {_path(function.arg_names.index(name), at): [["tt.divisibility", d]] for name, at, d in source.aligned}
     ast = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(ast, target=GPUTarget("cuda", source.spec.target.arch, 32), options=dict(source.options))
+    return triton.compile(ast, target=GPUTarget(*source.spec.target.triton_target), options=dict(source.options))
 
 
 def _path(argument: int, position: int | None) -> tuple[int, ...]:
