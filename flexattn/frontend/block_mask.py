@@ -145,7 +145,7 @@ class BlockMask(TorchLists):
             BLOCK_SIZE: tokens of a block, one number or (q, kv).
             mask_mod: applied in partial blocks; None keeps them whole.
             seq_lengths: (q_len, kv_len); by default what the lists span.
-            compute_q_blocks: False leaves q_indices None: such a mask has no backward.
+            compute_q_blocks: False leaves q_indices None, as in torch; the backward, which torch then lacks, does not need them.
 
         Returns:
             The mask; the transposed lists are written when read.
@@ -153,7 +153,7 @@ class BlockMask(TorchLists):
         if not isinstance(dq_kv_order, (bool, Tensor, type(None))):
             raise OptionError("dq_kv_order must be a bool, Tensor, or None", given=type(dq_kv_order).__name__)
         block = block_pair(BLOCK_SIZE)
-        if seq_lengths is None and kv_indices.dim() >= 2:
+        if seq_lengths is None and isinstance(kv_indices, Tensor) and kv_indices.dim() >= 2:
             seq_lengths = (kv_indices.shape[-2] * block[0], kv_indices.shape[-1] * block[1])
         mask = cls(
             seq_lengths or (0, 0),
