@@ -13,8 +13,11 @@ import torch
 
 import flexattn
 from flexattn import create_block_mask, flex_attention
+from flexattn.codegen.emit import KernelSource, emit
+from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.runtime import autotune, choose, settings
+from flexattn.runtime import compile as compile_kernel
 from flexattn.runtime import plan as plans
 from flexattn.runtime.attention import prepare
 from tests.helpers import causal, check
@@ -124,6 +127,24 @@ def test_backward_builds_no_tile_map_before_or_after_tuning() -> None:
         built = flexattn.stats().mask_builds.total()
         out.sum().backward()
         assert flexattn.stats().mask_builds.total() == built > 0
+
+
+def test_tables_are_prepared_for_the_tiles_that_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def emit_small(spec: KernelSpec) -> KernelSource:
+        if spec.config == DEFAULT:
+            raise RuntimeError("too large")
+        return emit(spec)
+
+    monkeypatch.setattr(compile_kernel, "emit", emit_small)
+    compile_kernel.clear()
+    try:
+        with pytest.warns(settings.FlexPerformanceWarning, match="too large"):
+            train(autotune=False)
+    finally:
+        compile_kernel.clear()  # it remembers failures
+    problem, plan = prepare(tuple(qkv()), None, (None, causal), options={"BACKEND": "TRITON"})
+    for kernel in ("forward", "dq", "dkdv"):
+        assert choose.likely_tiles(problem, plan, kernel) == (SMALL,)
 
 
 def test_list_masks_run_with_winners_that_divide_their_blocks() -> None:
