@@ -247,7 +247,7 @@ def _shift_bounds(f: Callable[[Any, Any], Any]) -> Callable[[Pair, Pair], Pair]:
     def bounds(a: Pair, b: Pair) -> Pair:
         out = (b[0] < 0) | (b[1] > 63)
         lo, hi = corners(f)(a, (b[0].clamp(0, 63), b[1].clamp(0, 63)))
-        low, high = f(a[0], 64), f(a[1], 64)
+        low, high = (torch.bitwise_right_shift(x, 63) if f is torch.bitwise_right_shift else 0 * x for x in a)
         return torch.where(out, torch.minimum(lo, low), lo), torch.where(out, torch.maximum(hi, high), hi)
 
     return bounds
