@@ -163,14 +163,20 @@ def build(source: KernelSource) -> Any:
     """
     import triton
     from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget(*source.spec.target.triton_target)
+    return triton.compile(ast_source(source), target=target, options=dict(source.options))
+
+
+def ast_source(source: KernelSource) -> Any:
+    """What Triton's compiler starts from: the skeleton, with the type or the value of every argument."""
     from triton.compiler import ASTSource
 
     function = jit_function(source)
     constants = {**source.constexprs, **leaf_arguments(source)}
     signature = {name: source.signature.get(name, "constexpr") for name in function.arg_names}
     attrs = {_path(function.arg_names.index(name), at): [["tt.divisibility", d]] for name, at, d in source.aligned}
-    ast = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(ast, target=GPUTarget(*source.spec.target.triton_target), options=dict(source.options))
+    return ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
 
 
 def _path(argument: int, position: int | None) -> tuple[int, ...]:
