@@ -226,6 +226,21 @@ def test_c08_bottom_right_causal_with_empty_rows(device, how) -> None:
     assert zero(result.grads[0][:, :, :32])
 
 
+@on_devices
+def test_c08_nan_that_an_empty_row_receives_changes_nothing(device) -> None:
+    """logaddexp of two empty rows, for one, sends back NaN."""
+    mask = lambda b, h, i, j: i - 96 >= j - 64
+    qkv = make_qkv(2, (2, 1), (96, 64), (32, 48), device=device)
+    expected = run(qkv, mask)
+    with nan_filled_allocations():
+        out, aux = flex_attention(*qkv, mask_mod=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        weight, lse_weight = (x.float() for x in weights_for(qkv[0], qkv[2]))
+        lse_weight[:, :, :32] = math.nan
+        grads = torch.autograd.grad((out, aux.lse), qkv, (weight, lse_weight))
+    for got, want in zip(grads, expected.grads):
+        assert torch.equal(got, want)
+
+
 # ---------------------------------------------------------------- C09: every length
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 65, 127, 129, 255, 1025, 1027)
 CPU_LENGTHS = (1, 2, 15, 17, 63, 65, 127, 129, 1025)  # every call takes its time there, and there is one kind of tile
