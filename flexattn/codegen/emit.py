@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text
-from flexattn.codegen.spec import KernelSpec, TensorLayout
+from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout
 from flexattn.codegen.tile_config import padded, tile_dims
 
 _SKELETONS = {
@@ -20,6 +20,10 @@ _SKELETONS = {
     "delta": ("backward", "attention_backward_delta"),
     "dq": ("backward", "attention_backward_dq"),
     "dkdv": ("backward", "attention_backward_dkdv"),
+    "ranges": ("block_map", "range_leaves"),
+    "ranges_above": ("block_map", "range_upper"),
+    "block_map": ("block_map", "block_map"),
+    "order": ("block_map", "block_order"),
 }
 _TABLE = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
 _LOADS = {"strided": 0, "unit": 1, "described": 2}  # as skeletons/tiles.py numbers them
@@ -69,7 +73,7 @@ class KernelSource:
         lines = [f"{self.function} for {'the interpreter' if spec.target.is_interpreter else f'sm_{spec.target.arch}'}"]
         lines += [f"BLOCK_M {config.BLOCK_M}, BLOCK_N {config.BLOCK_N}"]
         lines += [f"{config.num_warps} warps, {config.num_stages} stages"]
-        lines += [f"qk_dim {spec.qk_dim}, v_dim {spec.v_dim}, {spec.layouts[0].dtype}"]
+        lines += [f"qk_dim {spec.qk_dim}, v_dim {spec.v_dim}, {spec.layouts[0].dtype}"] if spec.layouts else []
         lines += [f"score = {spec.score}"] if spec.score else []
         lines += [f"mask = {spec.mask}"] if spec.mask else []
         return lines + [f"constexprs: {', '.join(f'{k}={v}' for k, v in self.constexprs.items() if v is not None)}"]
@@ -196,12 +200,39 @@ def _backward_inputs(arguments: _Arguments) -> None:
     arguments.captures()
 
 
-_SIGNATURES = {"forward": _forward_signature, "delta": _delta_signature, "dq": _dq_signature, "dkdv": _dkdv_signature}
+def _builder_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    """Of the kernels that make a mask's span table."""
+    arguments = _Arguments(spec)
+    if spec.kernel == "order":
+        arguments.plain(UNSORTED="*i32", ROWS="*i32", lines="i32")
+    elif spec.kernel == "block_map":
+        trees = tuple(tree_type(spec.captures[slot]) for slot in spec.ranged)
+        arguments.plain(ROWS="*i32", EXTRA="*i32", OVERFLOW="*i32", trees=trees or ("i32",), trusted="i32", heads="i32")
+        arguments.plain(own_tile="i32", other_tile="i32", own_len="i32", other_len="i32", lines="i32")
+        arguments.captures()
+    else:
+        (capture,) = spec.captures
+        arguments.plain(**({"DATA": f"*{capture.dtype}"} if spec.kernel == "ranges" else {}))
+        arguments.plain(TREE=tree_type(capture), length="i64" if capture.is_wide else "i32")
+    return arguments.types, arguments.aligned
+
+
+def tree_type(capture: CaptureLayout) -> str:
+    """Type of the tree over a captured tensor's ranges."""
+    return "*i64" if capture.dtype in ("i64", "u32") else "*i32"
+
+
+_SIGNATURES = {
+    "forward": _forward_signature, "delta": _delta_signature, "dq": _dq_signature, "dkdv": _dkdv_signature,
+    **dict.fromkeys(("ranges", "ranges_above", "block_map", "order"), _builder_signature),
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------- constants
 def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     """Values of the upper-case parameters; a user function that is absent is None."""
+    if not spec.layouts:
+        return _builder_constexprs(spec)
     q, k, v, d_out = (_LOADS[load] for load in spec.loads)
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
@@ -219,3 +250,13 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     if spec.kernel == "dq":
         return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq}
     return {**values, "WANT_DK": spec.want_dk, "WANT_DV": spec.want_dv}
+
+
+def _builder_constexprs(spec: KernelSpec) -> dict[str, Any]:
+    if spec.kernel == "ranges":
+        return {"IS_WIDE": spec.captures[0].is_wide}
+    if spec.kernel == "ranges_above":
+        return {}
+    if spec.kernel == "order":
+        return {"LINES_AT_ONCE": spec.config.BLOCK_M, "OTHERS": spec.config.BLOCK_N}
+    return {"IS_TRANSPOSED": spec.is_transposed, "SPANS": spec.spans}

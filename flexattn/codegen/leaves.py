@@ -12,6 +12,7 @@ import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
 from flexattn.codegen.spec import KernelSpec
+from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr
 from flexattn.frontend.gradient import score_gradient
 from flexattn.frontend.program import Program
@@ -38,7 +39,7 @@ def arguments_of(spec: KernelSpec) -> tuple[Arguments, Arguments]:
 
 def leaf_functions(spec: KernelSpec) -> dict[str, str]:
     """Text of each function the kernel needs, by the skeleton's parameter name (SCORE_MOD, MASK_MOD, ...)."""
-    if spec.kernel == "delta":
+    if spec.kernel in ("delta", "ranges", "ranges_above", "order"):
         return {}
     score_arguments, mask_arguments = arguments_of(spec)
     texts: dict[str, str] = {}
@@ -46,6 +47,8 @@ def leaf_functions(spec: KernelSpec) -> dict[str, str]:
         texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments)
     if spec.mask is not None:
         texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments)
+    if spec.mask is not None and spec.kernel == "block_map":
+        texts["MASK_BOUNDS"] = _bounds(spec, spec.mask, mask_arguments)
     if spec.score is not None and spec.kernel in ("dq", "dkdv"):
         texts["SCORE_GRAD"] = _score_grad(spec, spec.score, score_arguments)
     if spec.score is not None and spec.kernel == "dq" and spec.capture_grads:
@@ -80,6 +83,18 @@ def _mask(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
     (value,) = printer.print([program.body])
     text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
     return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
+
+
+def _bounds(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
+    found = box_bounds(program)
+    printer = Printer(spec, arguments)
+    must, may = (_to_truth(value) for value in printer.print([found.must, found.may]))
+    parameters = "b, h, q_lo, q_hi, kv_lo, kv_hi, caps, trees"
+    return _function("mask_bounds", parameters, [*printer.lines, f"return {must}, {may}"])
+
+
+def _to_truth(value: Value) -> str:
+    return value.text if value.type == "tl.int1" else f"({value.text}) != 0"
 
 
 def _score_grad(spec: KernelSpec, program: Program, arguments: Arguments) -> str:

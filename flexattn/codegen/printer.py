@@ -105,6 +105,10 @@ class Printer:
             return self._number(node)
         if node.op == "load":
             return self._load(node)
+        if node.op == "size":
+            return self._size(node)
+        if node.op in ("least", "greatest"):
+            return self._over_range(node)
         args = [self.values[a] for a in node.args]
         if node.op == "cast":
             return _cast(args[0], node.args[0].dtype, node.dtype)
@@ -161,6 +165,24 @@ class Printer:
         else:
             text = f"tl.load({pointer})"
         return self._name(_loaded(text, slots.storage, node.dtype))
+
+    def _size(self, node: Expr) -> Value:
+        slots = self._slots(node)
+        kind, most = ("tl.int64", (1 << 62)) if slots.is_wide else ("tl.int32", LIMIT_32)
+        return Value(slots.size(node.attr[2]), kind, (0, most))
+
+    def _over_range(self, node: Expr) -> Value:
+        """The extreme of a captured tensor over flat positions; `trees` holds one tree per ranged slot, in order."""
+        slots, kind = self._slots(node), "tl.int32"
+        if slots.is_wide:
+            kind = "tl.int64"
+        first, last, length = (_to(materialise(self.values[a], kind), kind).text for a in node.args)
+        tree = f"trees[{self.spec.ranged.index(node.attr[0])}]"
+        value = _loaded(
+            "", "i64" if slots.storage == "i64" else "i32" if slots.storage == "u8" else slots.storage, torch.int64
+        )
+        text = f"leaf_ops.over_range({tree}, {first}, {last}, {length}, {node.op == 'least'})"
+        return self._name(value._replace(text=text, type="tl.int64" if slots.storage in ("i64", "u32") else "tl.int32"))
 
     # ---------------------------------------------------------------- operations
     def _operation(self, node: Expr, args: list[Value]) -> Value:

@@ -15,6 +15,7 @@ import torch
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import DTypeError, UnsupportedError
+from flexattn.frontend.box_bounds import box_bounds
 
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
@@ -79,12 +80,12 @@ class MaskFacts:
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    kernel: str  # 'forward', 'delta', 'dq', 'dkdv'
+    kernel: str  # 'forward', 'delta', 'dq', 'dkdv'; of the mask builder 'ranges', 'ranges_above', 'block_map', 'order'
     target: Target
     config: TileConfig
     qk_dim: int
     v_dim: int
-    layouts: tuple[TensorLayout, ...]  # q, k, v, d_out (the last one also in the forward, equal to q's)
+    layouts: tuple[TensorLayout, ...]  # q, k, v, d_out (the last one also in the forward, equal to q's); or none
     score: Program | None = None
     mask: Program | None = None
     facts: MaskFacts = MaskFacts(has_table=False)
@@ -99,6 +100,8 @@ class KernelSpec:
     want_dk: bool = True
     want_dv: bool = True
     has_d_lse: bool = False
+    is_transposed: bool = False  # block_map: rows are tiles of keys
+    spans: int = 0  # block_map: of a kind that a row can hold
 
     @property
     def number_kinds(self) -> tuple[str, ...]:
@@ -113,6 +116,11 @@ class KernelSpec:
         return tuple(_load(layout, has_descriptors) for layout in self.layouts)
 
     @property
+    def ranged(self) -> tuple[int, ...]:
+        """Slots of the mask program's captures that the mask builder reads over ranges."""
+        return box_bounds(self.mask).ranged if self.mask is not None else ()
+
+    @property
     def dialect(self) -> str:
         """Whose spelling of an operation the leaves use."""
         return "triton_interpret" if self.target.is_interpreter else "triton"
@@ -120,7 +128,7 @@ class KernelSpec:
     @property
     def math(self) -> str:
         """Which form of a function a leaf takes: 'hardware' for bfloat16, 'exp2' for float16 and on AMD, else 'exact'."""
-        if self.target.is_interpreter:
+        if self.target.is_interpreter or not self.layouts:
             return "exact"
         half = "exp2" if self.target.is_amd else "hardware"
         return {"bf16": half, "fp16": "exp2"}.get(self.layouts[0].dtype, "exact")

@@ -191,6 +191,11 @@ class BlockMask(TorchLists):
 
     # ------------------------------------------------------------------------------------------------ what it is
     @property
+    def predicate(self) -> PredicateMask | None:
+        """The function behind a mask that is not made of lists."""
+        return self._mask if isinstance(self._mask, PredicateMask) else None
+
+    @property
     def is_list(self) -> bool:
         """Whether block lists, not the function alone, say what is kept."""
         return isinstance(self._mask, ListMask)

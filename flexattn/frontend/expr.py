@@ -22,6 +22,10 @@ _VARIABLES = {
     "h": (torch.int64, DEP_H),
     "q_idx": (torch.int64, DEP_Q),
     "kv_idx": (torch.int64, DEP_KV),
+    "q_lo": (torch.int64, DEP_Q),
+    "q_hi": (torch.int64, DEP_Q),
+    "kv_lo": (torch.int64, DEP_KV),
+    "kv_hi": (torch.int64, DEP_KV),
     "grad": (torch.float32, DEP_SCORE),
 }
 T = TypeVar("T")
@@ -84,7 +88,8 @@ def intern(op: str, args: tuple[Expr, ...], attr: Any, dtype: torch.dtype) -> Ex
 
 
 def var(name: str, dtype: torch.dtype | None = None) -> Expr:
-    """One of score, b, h, q_idx, kv_idx (and grad, the upstream gradient, in derivatives); scores may be float64."""
+    """One of score, b, h, q_idx, kv_idx (in derivatives also grad, the upstream gradient; in bounds q_lo, q_hi, kv_lo and
+    kv_hi, the ends of a box, both inclusive); scores may be float64."""
     return intern("var", (), name, dtype or _VARIABLES[name][0])
 
 
@@ -247,8 +252,8 @@ def rebuild(node: Expr, args: Sequence[Expr]) -> Expr:
     """The same node over other arguments (of the same types)."""
     if all(a is b for a, b in zip(node.args, args)):
         return node
-    if node.op == "load":
-        return intern("load", tuple(args), node.attr, node.dtype)
+    if node.op in ("load", "least", "greatest"):
+        return intern(node.op, tuple(args), node.attr, node.dtype)
     if node.op == "cast":
         return convert(args[0], node.dtype)
     return _finish(node.op, tuple(args), node.dtype)
@@ -270,6 +275,10 @@ def to_text(root: Expr, captures: Sequence[str] = (), numbers: Sequence[str] = (
             slot = node.attr[0]
             name = captures[slot] if slot < len(captures) else f"cap{slot}"
             return (f"{name}[{', '.join(a for a, _ in args)}]" if args else name), 100
+        if node.op in ("least", "greatest"):
+            return f"{node.op} cap{node.attr[0]}[{args[0][0]} .. {args[1][0]}]", 100
+        if node.op == "size":
+            return f"size{node.attr[2]}(cap{node.attr[0]})", 100
         if node.op == "cast":
             inner = node.args[0].dtype
             if (

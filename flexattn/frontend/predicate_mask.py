@@ -6,7 +6,7 @@ tensor, so a mask can tell that it is out of date without looking at any value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -62,11 +62,19 @@ class PredicateMask:
         self.sizes, self.lengths, self.block = sizes, lengths, block
         self._versions = versions(self.traced)
         self._maps: dict[tuple[int, int], TileMap] = {}
+        self.tables: dict[Hashable, Any] = {}  # what the device has made of this mask; whoever makes it keeps it here
 
     @property
     def reusable(self) -> bool:
         """False if a captured tensor was made in inference mode: it counts no writes, so nothing of it may be kept."""
         return None not in self._versions
+
+    @property
+    def shared_sizes(self) -> tuple[int, int]:
+        """(batch, heads) with 1 where the function does not read that index: groups that have a table of their own."""
+        deps = self.traced.program.body.deps if self.traced is not None else 0
+        batch, heads = self.sizes
+        return batch if deps & DEP_B else min(batch, 1), heads if deps & DEP_H else min(heads, 1)
 
     def check_current(self) -> None:
         """Raises StaleMaskError if a captured tensor has been written to."""
@@ -175,7 +183,7 @@ class PredicateMask:
     def __getstate__(self) -> dict[str, Any]:
         """Without tile maps, and with the program in pieces: identity and hashes of expressions belong to a process."""
         self.check_current()
-        return self.__dict__ | {"traced": _packed(self.traced), "_maps": {}}
+        return self.__dict__ | {"traced": _packed(self.traced), "_maps": {}, "tables": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

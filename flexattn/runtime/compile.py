@@ -109,6 +109,14 @@ def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
     return TensorDescriptor(tensor, shape, [*strides, 1], block)
 
 
+def flat_arguments(captures: Sequence[torch.Tensor], numbers: Sequence[int | float]) -> tuple[Any, ...]:
+    """The tuple `caps` that generated functions index: pointer, sizes and strides of each capture, then the numbers."""
+    flat: list[Any] = []
+    for c in captures:
+        flat += [c.detach().view(torch.uint8) if c.dtype == torch.bool else c.detach(), *c.shape, *c.stride()]
+    return (*flat, *numbers) or (0,)
+
+
 def _launch_hooks() -> tuple[Any, Any]:
     from triton import knobs
 
@@ -266,6 +274,7 @@ __all__ = [
     "build",
     "clear",
     "first_that_builds",
+    "flat_arguments",
     "jit_function",
     "kernel_for",
     "leaf_module",

@@ -16,8 +16,9 @@ from torch import Tensor
 from flexattn.codegen.spec import KernelSpec, fresh_layout, tensor_layout
 from flexattn.codegen.tile_config import delta_config, padded
 from flexattn.runtime import device as devices
+from flexattn.runtime.block_map import device_table
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
-from flexattn.runtime.compile import first_that_builds
+from flexattn.runtime.compile import first_that_builds, flat_arguments
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order
 
 _LINE_LIMIT = (1 << 31) - 1
@@ -99,7 +100,7 @@ def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
         return
     for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
         for config in likely_tiles(problem, plan, kernel):
-            problem.block_mask.tile_map(config.BLOCK_M, config.BLOCK_N).table(kernel == "dkdv")
+            device_table(problem.block_mask, config, transposed=kernel == "dkdv")
 
 
 # ---------------------------------------------------------------- arguments
@@ -109,22 +110,13 @@ def _inputs(problem: Problem) -> dict[str, Any]:
     return {
         "Q": q, "K": k, "V": v, "q_strides": q.stride(), "k_strides": _kv_strides(k), "v_strides": _kv_strides(v),
         "scale": float(problem.scale), "q_heads": q.shape[1], "group": q.shape[1] // k.shape[1], "q_len": q.shape[2],
-        "kv_len": k.shape[2], "caps": _flat_captures(problem),
+        "kv_len": k.shape[2], "caps": flat_arguments(*bound(problem)),
     }  # fmt: skip
 
 
 def _kv_strides(x: Tensor) -> tuple[int, ...]:
     """Strides of k or v; a batch of 1 serves every query batch."""
     return (0 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:])
-
-
-def _flat_captures(problem: Problem) -> tuple[Any, ...]:
-    """The tuple the generated functions index: pointer, sizes and strides of each capture, then the numbers."""
-    captures, numbers = bound(problem)
-    flat: list[Any] = []
-    for c in captures:
-        flat += [c.detach().view(torch.uint8) if c.dtype == torch.bool else c.detach(), *c.shape, *c.stride()]
-    return (*flat, *numbers) or (0,)
 
 
 def _walk(problem: Problem, chosen: Chosen, pairs: int, *, transposed: bool) -> dict[str, Any]:
@@ -137,12 +129,11 @@ def _walk(problem: Problem, chosen: Chosen, pairs: int, *, transposed: bool) -> 
     walk["swizzle"] = _swizzle(problem, pairs, lines, transposed)
     if problem.block_mask is None:
         return walk
-    tiles = problem.block_mask.tile_map(config.BLOCK_M, config.BLOCK_N)
-    rows, extra = tiles.table(transposed)
-    if transposed and (tiles.heads > 1 or tiles.batch > 1) and pairs != q.shape[0] * q.shape[1]:
+    rows, extra, batch, heads = device_table(problem.block_mask, config, transposed=transposed)
+    if transposed and (heads > 1 or batch > 1) and pairs != q.shape[0] * q.shape[1]:
         order = rows[:, :, 0].argsort(1)  # programs that sum over several lines need one order of tiles in all of them
         rows = rows.gather(1, order[:, :, None].expand(rows.shape))
-    steps = {"batch_step": tiles.heads if tiles.batch > 1 else 0, "head_step": 1 if tiles.heads > 1 else 0}
+    steps = {"batch_step": heads if batch > 1 else 0, "head_step": 1 if heads > 1 else 0}
     return {**walk, **steps, "ROWS": rows, "EXTRA": extra}
 
 

@@ -140,4 +140,10 @@ def record_mask_build(built: tile_map.TileMap) -> None:
         _NOW.mask_builds["partly evaluated" if evaluated else "proved"] += 1
 
 
+def record_device_table() -> None:
+    """A span table was made by the device."""
+    with _LOCK:
+        _NOW.mask_builds["device"] += 1
+
+
 tile_map.ON_BUILD.append(record_mask_build)

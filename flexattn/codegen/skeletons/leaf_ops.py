@@ -179,3 +179,28 @@ def spread(value, like):
 def total(value, AXIS: tl.constexpr):
     """Sum over one tile axis, which stays with size 1."""
     return tl.expand_dims(tl.sum(value, AXIS), AXIS)
+
+
+@triton.jit
+def over_range(TREE, first, last, length, IS_LEAST: tl.constexpr):
+    """Least or greatest element at flat positions first .. last, or of a few more around them.
+
+    TREE holds (least, greatest) of every 64 elements, then of every 4 of those, and so on (skeletons/block_map.py); the
+    level is taken at which at most four nodes cover the range."""
+    span = last - first
+    shift = span * 0 + 6
+    offset = span * 0
+    count = (length + 63) >> 6
+    for level in tl.static_range(12):
+        is_longer = span >= (192 << (2 * level))
+        shift += tl.where(is_longer, 2, 0)
+        offset += tl.where(is_longer, count, 0)
+        count = (count + 3) >> 2
+    left = tl.maximum(first >> shift, 0)  # an empty tensor has one node
+    right = tl.maximum(last >> shift, 0)
+    nodes = TREE + 2 * offset + (0 if IS_LEAST else 1)
+    value = tl.load(nodes + 2 * left)
+    for step in tl.static_range(1, 4):
+        other = tl.load(nodes + 2 * tl.minimum(left + step, right))
+        value = tl.minimum(value, other) if IS_LEAST else tl.maximum(value, other)
+    return value

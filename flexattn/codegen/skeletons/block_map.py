@@ -1,0 +1,270 @@
+"""Mask builder: reads a mask's bounds and the mask itself, makes the span table that the attention kernels walk.
+
+The idea: one program a row of tiles, no list of rectangles. Bounds decide strips of 64 blocks at once; a strip they leave
+open is looked at block by block, first by bounds, then at 16 points (one kept and one dropped pair prove a block partial),
+and what is still open is evaluated pair by pair, so the answer is exact. Runs come out in order: a row's states are walked
+from left to right, and every change of state is one end of a span. The columns are the same kernel with the axes swapped.
+"""
+
+import triton
+import triton.language as tl
+
+STRIP = tl.constexpr(64)  # blocks decided at once, one a lane; their states fit the bits of an integer
+ROW_INTS = tl.constexpr(12)  # as skeletons/tiles.py reads them
+
+
+# ---------------------------------------------------------------- captured tensors over ranges
+@triton.jit
+def range_leaves(DATA, TREE, length, IS_WIDE: tl.constexpr):
+    """(least, greatest) of every 64 elements, and of every 4, 16 and 64 such groups; one program for 4,096 elements."""
+    groups = tl.program_id(0) * 64 + tl.arange(0, 64)
+    at = groups[:, None] * 64 + tl.arange(0, 64)[None, :]
+    if IS_WIDE:
+        at = groups[:, None].to(tl.int64) * 64 + tl.arange(0, 64)[None, :]
+    kept = tl.minimum(at, length - 1)  # the last element again: it changes no extreme
+    value = tl.load(DATA + kept, mask=kept >= 0, other=0).to(TREE.dtype.element_ty)
+    least = tl.min(value, 1)
+    greatest = tl.max(value, 1)
+    count = (length + 63) // 64
+    offset = count * 0
+    first = tl.program_id(0) * 64
+    SIZE: tl.constexpr = 64
+    for level in tl.static_range(4):
+        node = first + tl.arange(0, SIZE >> (2 * level))
+        tl.store(TREE + 2 * (offset + node), least, mask=node < count)
+        tl.store(TREE + 2 * (offset + node) + 1, greatest, mask=node < count)
+        if level < 3:
+            least = tl.min(tl.reshape(least, (SIZE >> (2 * level + 2), 4)), 1)
+            greatest = tl.max(tl.reshape(greatest, (SIZE >> (2 * level + 2), 4)), 1)
+            offset += count
+            count = (count + 3) // 4
+            first = first // 4
+
+
+@triton.jit
+def range_upper(TREE, length):
+    """The levels above: one program, level by level."""
+    count = (length + 63) // 64
+    offset = count * 0
+    for _level in tl.static_range(3):
+        offset += count
+        count = (count + 3) // 4
+    while count > 1:
+        above = offset + count
+        next_count = (count + 3) // 4
+        for start in range(0, next_count, 256):
+            node = start + tl.arange(0, 256)
+            child = tl.minimum(node[:, None] * 4 + tl.arange(0, 4)[None, :], count - 1)
+            least = tl.min(tl.load(TREE + 2 * (offset + child)), 1)
+            greatest = tl.max(tl.load(TREE + 2 * (offset + child) + 1), 1)
+            tl.store(TREE + 2 * (above + node), least, mask=node < next_count)
+            tl.store(TREE + 2 * (above + node) + 1, greatest, mask=node < next_count)
+        tl.debug_barrier()  # the next level reads what other threads wrote
+        offset = above
+        count = next_count
+
+
+# ---------------------------------------------------------------- deciding
+@triton.jit
+def _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+    """(must, may) of boxes [own_lo, own_hi] x [lo, hi] as 0 and 1 in the shape of lo; undecided where not trusted."""
+    if IS_TRANSPOSED:
+        must, may = MASK_BOUNDS(b, h, lo, hi, own_lo, own_hi, caps, trees)
+    else:
+        must, may = MASK_BOUNDS(b, h, own_lo, own_hi, lo, hi, caps, trees)
+    must = tl.where(must, trusted, 0) + lo * 0
+    may = tl.where(may, 1, 1 - trusted) + lo * 0
+    return must, may
+
+
+@triton.jit
+def _kept(b, h, own, other, caps, MASK_MOD: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+    """The mask at points, 0 or 1, in the common shape of own and other."""
+    if IS_TRANSPOSED:
+        kept = MASK_MOD(b, h, other, own, caps)
+    else:
+        kept = MASK_MOD(b, h, own, other, caps)
+    return tl.where(kept, 1, 0) + own * 0 + other * 0
+
+
+@triton.jit
+def _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+    """(some pair is kept, some pair is dropped) of one block, pair by pair until both are known."""
+    some = first * 0
+    hole = first * 0
+    row = own_lo
+    while (row <= own_hi) & (some + hole < 2):
+        own = row + tl.arange(0, 16)
+        for start in range(first, last + 1, STRIP):
+            other = start + tl.arange(0, STRIP)
+            inside = (own <= own_hi)[:, None] & (other <= last)[None, :]
+            kept = _kept(b, h, own[:, None], other[None, :], caps, MASK_MOD, IS_TRANSPOSED)
+            some = tl.maximum(some, tl.max(tl.max(tl.where(inside, kept, 0), 1), 0))
+            hole = tl.maximum(hole, tl.max(tl.max(tl.where(inside, 1 - kept, 0), 1), 0))
+        row += 16
+    return some, hole
+
+
+@triton.jit
+def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, caps, trees, trusted, MASK_MOD: tl.constexpr,
+           MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+    """(full, partial) of 64 blocks, each 0 or 1; blocks past the end are neither, one that a length cuts is never full."""
+    lane = tl.arange(0, STRIP)
+    block = strip * STRIP + lane
+    valid = tl.where(block < cols, 1, 0)
+    lo = tl.minimum(block * other_tile, other_len - 1)
+    hi = tl.minimum(block * other_tile + other_tile, other_len) - 1
+    hi = tl.maximum(hi, lo)
+    must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, MASK_BOUNDS, IS_TRANSPOSED)
+    some = must * valid
+    hole = some * 0
+    undecided = may * (1 - must) * valid
+    if tl.sum(undecided, 0) > 0:
+        point = tl.arange(0, 16)
+        own = own_lo + (own_hi - own_lo) * (point // 4) // 3
+        other = lo[:, None] + ((hi - lo)[:, None] * (point % 4)[None, :]) // 3
+        kept = _kept(b, h, own[None, :] + other * 0, other, caps, MASK_MOD, IS_TRANSPOSED)
+        some = tl.where(undecided > 0, tl.max(kept, 1), some)
+        hole = tl.where(undecided > 0, 1 - tl.min(kept, 1), hole)
+        todo = undecided * (1 - some * hole)
+        left = tl.sum(todo, 0)
+        while left > 0:
+            at = tl.min(tl.where(todo > 0, lane, STRIP), 0)
+            first = (strip * STRIP + at) * other_tile
+            last = tl.minimum(first + other_tile, other_len) - 1
+            is_kept, is_dropped = _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD, IS_TRANSPOSED)
+            some = tl.where(lane == at, is_kept, some)
+            hole = tl.where(lane == at, is_dropped, hole)
+            todo = tl.where(lane == at, 0, todo)
+            left -= 1
+    whole = (1 - hole) * (1 - is_cut) * tl.where(block * other_tile + other_tile <= other_len, 1, 0)
+    return some * whole, some * (1 - whole)
+
+
+# ---------------------------------------------------------------- runs
+@triton.jit
+def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, start, stop, blocks, SPANS: tl.constexpr):
+    """Walks lanes begin .. end of one kind's states: each change is an end of a span, kept in order at SPOT."""
+    inside = (lane >= begin) & (lane < end)
+    states = tl.where(inside, states, 0)
+    packed = tl.sum(states.to(tl.int64) << lane.to(tl.int64), 0)
+    before = ((packed << 1) | (is_on.to(tl.int64) << begin.to(tl.int64))) >> lane.to(tl.int64)
+    change = tl.where(inside, states ^ (before & 1).to(tl.int32), 0)
+    found = tl.sum(change, 0)
+    position = first_block + lane * unit
+    if found > 0:
+        order = ends + tl.cumsum(change, 0) - change
+        tl.store(SPOT + order, position, mask=(change > 0) & (order < 2 * SPANS))
+        start += tl.sum(tl.where((change > 0) & (order == 0), position, 0), 0)
+        stop += tl.sum(tl.where((change > 0) & (order == 1), position, 0), 0)
+    blocks += tl.sum(states, 0) * unit
+    is_on = ((packed >> (end - 1).to(tl.int64)) & 1).to(tl.int32)
+    return is_on, ends + found, start, stop, blocks
+
+
+@triton.jit
+def block_map(ROWS, EXTRA, OVERFLOW, caps, trees, trusted, heads, own_tile, other_tile, own_len, other_len, lines,
+              MASK_MOD: tl.constexpr, MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr, SPANS: tl.constexpr):
+    """One unsorted row of the table; grid: groups * lines programs. A row of more than SPANS spans of a kind becomes one
+    partial span from its first to its last block, which is always right, and is counted."""
+    line = tl.program_id(0) % lines
+    group = tl.program_id(0) // lines
+    b = group // heads
+    h = group % heads
+    own_lo = line * own_tile
+    own_hi = tl.minimum(own_lo + own_tile, own_len) - 1
+    is_cut = tl.where(own_lo + own_tile > own_len, 1, 0)
+    cols = (other_len + other_tile - 1) // other_tile
+    strips = (cols + STRIP - 1) // STRIP
+    lane = tl.arange(0, STRIP)
+    at = tl.program_id(0).to(tl.int64) * (4 * SPANS)
+    SPOT = EXTRA + at
+    zero = line * 0
+    f_on, f_ends, f_start, f_stop, f_blocks = zero, zero, zero, zero, zero
+    p_on, p_ends, p_start, p_stop, p_blocks = zero, zero, zero, zero, zero
+    least, most = zero + 2147483647, zero
+    for top in range(0, strips, STRIP):
+        strip = top + lane
+        lo = tl.minimum(strip * (STRIP * other_tile), other_len - 1)
+        hi = tl.maximum(tl.minimum((strip + 1) * (STRIP * other_tile), other_len) - 1, lo)
+        must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, MASK_BOUNDS,
+                            IS_TRANSPOSED)
+        complete = tl.where((strip + 1) * (STRIP * other_tile) <= other_len, 1, 0)  # the last strip is looked at by block
+        whole = must * complete
+        undecided = may * (1 - whole) * tl.where(strip < strips, 1, 0)
+        here = zero
+        count = tl.minimum(strips - top, STRIP)
+        while here < count:
+            begin = here
+            end = tl.min(tl.where((undecided > 0) & (lane >= here) & (lane < count), lane, count), 0)
+            full = whole * (1 - is_cut)
+            partial = whole * is_cut
+            unit = zero + STRIP
+            first_block = top * STRIP + zero
+            if end == here:  # an undecided strip, block by block
+                full, partial = _strip(top + here, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, caps, trees,
+                                       trusted, MASK_MOD, MASK_BOUNDS, IS_TRANSPOSED)
+                first_block = (top + here) * STRIP
+                unit = zero + 1
+                begin = zero
+                end = zero + STRIP
+                here += 1
+            else:
+                here = end
+            f_on, f_ends, f_start, f_stop, f_blocks = _changes(SPOT, full, lane, begin, end, first_block, unit, f_on, f_ends,
+                                                               f_start, f_stop, f_blocks, SPANS)
+            p_on, p_ends, p_start, p_stop, p_blocks = _changes(SPOT + 2 * SPANS, partial, lane, begin, end, first_block, unit,
+                                                               p_on, p_ends, p_start, p_stop, p_blocks, SPANS)
+            seen = (full + partial > 0) & (lane >= begin) & (lane < end)
+            position = first_block + lane * unit
+            least = tl.minimum(least, tl.min(tl.where(seen, position, 2147483647), 0))
+            most = tl.maximum(most, tl.max(tl.where(seen, position + unit, 0), 0))
+    if f_on > 0:  # the last span reaches the end of the row
+        tl.store(SPOT + f_ends, cols, mask=f_ends < 2 * SPANS)
+        f_stop = tl.where(f_ends == 1, cols, f_stop)
+        f_ends += 1
+    if p_on > 0:
+        tl.store(SPOT + 2 * SPANS + p_ends, cols, mask=p_ends < 2 * SPANS)
+        p_stop = tl.where(p_ends == 1, cols, p_stop)
+        p_ends += 1
+    if (f_ends > 2 * SPANS) | (p_ends > 2 * SPANS):
+        tl.atomic_add(OVERFLOW, 1)
+        f_blocks, f_ends, f_start, f_stop = zero, zero, zero, zero
+        p_blocks, p_ends, p_start, p_stop = tl.minimum(most, cols) - least, zero + 2, least, tl.minimum(most, cols)
+    ROW = ROWS + tl.program_id(0).to(tl.int64) * ROW_INTS
+    first_extra = (at // 2).to(tl.int32)
+    tl.store(ROW, line)
+    tl.store(ROW + 1, f_blocks)
+    tl.store(ROW + 2, p_blocks)
+    tl.store(ROW + 3, f_ends // 2)
+    tl.store(ROW + 4, p_ends // 2)
+    tl.store(ROW + 5, f_start)
+    tl.store(ROW + 6, f_stop)
+    tl.store(ROW + 7, p_start)
+    tl.store(ROW + 8, p_stop)
+    tl.store(ROW + 9, first_extra + 1)
+    tl.store(ROW + 10, first_extra + SPANS + 1)
+    tl.store(ROW + 11, 0)
+
+
+@triton.jit
+def block_order(UNSORTED, ROWS, lines, LINES_AT_ONCE: tl.constexpr, OTHERS: tl.constexpr):
+    """Rows of one group in falling order of cost, equal ones as they were; grid: groups * ceil(lines / LINES_AT_ONCE)."""
+    chunks = (lines + LINES_AT_ONCE - 1) // LINES_AT_ONCE
+    group = tl.program_id(0) // chunks
+    own = (tl.program_id(0) % chunks) * LINES_AT_ONCE + tl.arange(0, LINES_AT_ONCE)
+    base = UNSORTED + group.to(tl.int64) * lines * ROW_INTS
+    inside = own < lines
+    cost = tl.load(base + own * ROW_INTS + 1, mask=inside, other=0) + tl.load(base + own * ROW_INTS + 2, mask=inside, other=0)
+    rank = own * 0
+    for start in range(0, lines, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        there = other < lines
+        costs = tl.load(base + other * ROW_INTS + 1, mask=there, other=-1)
+        costs += tl.load(base + other * ROW_INTS + 2, mask=there, other=0)
+        dearer = costs[None, :] > cost[:, None]
+        earlier = (costs[None, :] == cost[:, None]) & (other[None, :] < own[:, None])
+        rank += tl.sum(tl.where(dearer | earlier, 1, 0), 1)
+    to = ROWS + group.to(tl.int64) * lines * ROW_INTS + rank * ROW_INTS
+    for field in tl.static_range(12):
+        tl.store(to + field, tl.load(base + own * ROW_INTS + field, mask=inside, other=0), mask=inside)

@@ -1,0 +1,156 @@
+"""Bounds of a mask over a box of indices, as expressions: what a kernel evaluates to skip whole strips of blocks.
+
+Reads a mask program; makes two truth expressions over the box's ends (q_lo, q_hi, kv_lo, kv_hi, b, h): the mask must hold
+everywhere, and may hold somewhere. The one idea: the table's `bounds` cells are run on traced values instead of tensors, so
+that the proof the CPU does with numbers and the one a kernel does are the same cells. A captured tensor enters through its
+least and greatest element over a range of flat positions, two operations of their own.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from flexattn.frontend.expr import DEP_KV, DEP_Q, Expr, const, convert, fold, intern, make, topological, var
+from flexattn.frontend.ops import OPS
+from flexattn.frontend.program import Program
+from flexattn.frontend.proxy import Proxy, Trace
+from flexattn.frontend.simplify import simplify
+
+Ends = tuple[Expr, Expr]
+_ENDS = {"b": ("b", "b"), "h": ("h", "h"), "q_idx": ("q_lo", "q_hi"), "kv_idx": ("kv_lo", "kv_hi")}
+_UNKNOWN: Ends = (const(False, torch.bool), const(True, torch.bool))
+
+
+class BoxBounds(NamedTuple):
+    """The bounds of a mask program.
+
+    Attributes:
+        must, may: truth expressions over q_lo, q_hi, kv_lo, kv_hi (both ends inclusive), b and h.
+        ranged: slots of the captured tensors whose least and greatest elements over ranges are read.
+    """
+
+    must: Expr
+    may: Expr
+    ranged: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def box_bounds(program: Program) -> BoxBounds:
+    """Bounds of a mask over boxes, as expressions.
+
+    Args:
+        program: a mask program.
+
+    Returns:
+        must and may; both are sound for every box, and `must` false with `may` true is undecided. Float arithmetic and reads
+        whose index moves along both axes in different dimensions are not followed: what depends on them is undecided.
+
+    Example:
+        >>> causal = trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask").program
+        >>> str(box_bounds(causal).must), str(box_bounds(causal).may)
+        ('Expr(kv_hi <= q_lo)', 'Expr(~(q_hi < kv_lo))')
+
+    Source: interval arithmetic (R. E. Moore, Interval Analysis, 1966), on symbolic ends.
+    """
+    tracer = Trace(_AllLiteral(), remember=False)  # type: ignore[arg-type]
+
+    def visit(node: Expr, args: list[Ends | None]) -> Ends | None:
+        if any(a is None for a in args) or node.dtype.is_floating_point:
+            return _UNKNOWN if node.dtype == torch.bool else None
+        known = [a for a in args if a is not None]
+        if node.op == "var":
+            low, high = _ENDS[str(node.attr)]
+            return var(low), var(high)
+        if node.op in ("const", "num"):
+            return node, node
+        if node.op == "load":
+            return _load_bounds(node, known)
+        if node.op == "cast":
+            return _cast_bounds(known[0], node.dtype)
+        pairs = [tuple(Proxy(end, tracer) for end in ends) for ends in known]
+        low, high = OPS[node.op].bounds(*pairs)
+        return _expr(low, node.dtype), _expr(high, node.dtype)
+
+    found = fold([program.body], visit)[0]
+    must, may = found if found is not None else _UNKNOWN
+    must, may = simplify(convert(must, torch.bool)), simplify(convert(may, torch.bool))
+    ranged = {n.attr[0] for n in topological([must, may]) if n.op in ("least", "greatest")}
+    return BoxBounds(must, may, tuple(sorted(ranged)))
+
+
+class _AllLiteral:
+    """Numbers inside a bounds cell belong to the cell."""
+
+    def is_literal(self, x: object) -> bool:
+        return True
+
+
+def _expr(value: Any, dtype: torch.dtype) -> Expr:
+    return value.expr if isinstance(value, Proxy) else const(value, dtype)
+
+
+def _cast_bounds(ends: Ends, dtype: torch.dtype) -> Ends:
+    """To int64 a cast is monotone; as a truth value only zero is false."""
+    if dtype != torch.bool:
+        return convert(ends[0], dtype), convert(ends[1], dtype)
+    above, below = make("lt", 0, ends[0]), make("lt", ends[1], 0)
+    zero = make("and", make("eq", ends[0], 0), make("eq", ends[1], 0))
+    return make("or", above, below), make("not", zero)
+
+
+# ---------------------------------------------------------------- captured tensors
+def _load_bounds(node: Expr, index: list[Ends]) -> Ends | None:
+    """Least and greatest element over the flat positions from the index's low ends to its high ends."""
+    slot, rank, storage = node.attr
+    if all(a is z for a, z in index):
+        point = intern("load", tuple(a for a, _ in index), node.attr, node.dtype)
+        return point, point
+    axes = [(a.deps | z.deps) & (DEP_Q | DEP_KV) for a, z in index]
+    if len({a for a in axes if a}) > 1 or any(a == DEP_Q | DEP_KV for a in axes) and rank > 1:
+        return _UNKNOWN if node.dtype == torch.bool else None
+    first = last = length = None
+    outside: Expr = const(False, torch.bool)
+    for axis, (a, z) in enumerate(index):
+        size = intern("size", (), (slot, rank, axis, storage), torch.int64)
+        a, z, beyond = _wrapped(a, z, size)
+        first = a if first is None else make("add", make("mul", first, size), a)
+        last = z if last is None else make("add", make("mul", last, size), z)
+        length = size if length is None else make("mul", length, size)
+        outside = make("or", outside, beyond)
+    assert first is not None and last is not None and length is not None  # rank 0 is a point
+    ends = [intern(op, (first, last, length), node.attr, torch.int64) for op in ("least", "greatest")]
+    low = make("where", outside, make("minimum", ends[0], 0), ends[0])  # such a read gives 0
+    high = make("where", outside, make("maximum", ends[1], 0), ends[1])
+    return (convert(low, torch.bool), convert(high, torch.bool)) if node.dtype == torch.bool else (low, high)
+
+
+def _wrapped(a: Expr, z: Expr, size: Expr) -> tuple[Expr, Expr, Expr]:
+    """(low, high, some position may be outside) of one dimension: a range across zero wraps, so covers it whole."""
+    last = make("sub", size, 1)
+    if _is_natural(a):
+        return make("minimum", a, last), make("minimum", z, last), make("le", size, z)
+    below, crossing = make("lt", a, 0), make("and", make("lt", a, 0), make("le", 0, z))
+    beyond = make("or", make("lt", a, make("neg", size)), make("le", size, z))
+    low = make("where", below, make("add", a, size), a)
+    high = make("where", make("lt", z, 0), make("add", z, size), z)
+    low = make("where", crossing, 0, low)
+    high = make("where", crossing, make("maximum", high, last), high)
+    beyond = make("or", beyond, make("lt", high, 0))
+    clamp = lambda x: make("minimum", make("maximum", x, 0), last)
+    return clamp(low), clamp(high), beyond
+
+
+def _is_natural(x: Expr) -> bool:
+    """Whether an expression cannot be negative, by its form."""
+    if x.op == "var":
+        return True
+    if x.op == "const":
+        return bool(x.attr >= 0)
+    if x.op in ("add", "mul", "floordiv", "minimum"):
+        return all(_is_natural(a) for a in x.args)
+    if x.op in ("maximum", "where"):
+        return all(_is_natural(a) for a in x.args[-2:])
+    return x.op == "mod" and _is_natural(x.args[1])
