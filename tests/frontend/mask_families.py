@@ -135,6 +135,8 @@ def families(n: int, seed: int = 0) -> dict[str, Mask]:
         "last residue": lambda b, h, q, k: (q + k) % 16 == 15,
         "negative modulus": lambda b, h, q, k: (q - k) % -160 <= -159,
         "divisor of both signs": lambda b, h, q, k: (q - n // 2) // torch.where(k // 99 % 2 == 0, 3, -2) > 5,
+        "divisor through zero": lambda b, h, q, k: (q - 9) // torch.where(k == half, 1, k - half) > 20,
+        "remainder through zero": lambda b, h, q, k: q % torch.where(k == half, 3, k - half) > 90,
         "wrapping index": lambda b, h, q, k: ids[q - 5] == ids[k - 5],
         "min and max": lambda b, h, q, k: torch.minimum(q, k) * 2 > torch.maximum(q, k) - 9,
         "xor and not": lambda b, h, q, k: ~((q > k) ^ (k < n // 4)) | (q - k == 200),

@@ -51,6 +51,21 @@ def test_reads_below_a_table_of_two_dimensions_are_not_proved_inside():
     check_sound(lambda b, h, q, k: ones[b, q - 2 * k - 4] != 0, 8, 8, 8)  # -18 to 3, and below -16 a read gives 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+def test_reads_on_either_side_of_a_table_are_not_proved_inside(dtype):
+    """Such a read gives 0 or NaN, which a table of ones does not hold."""
+    ones = torch.ones(10, dtype=dtype)
+    for mask in (
+        lambda b, h, q, k: ones[k] == 1,
+        lambda b, h, q, k: ones[q - k] == 1,
+        lambda b, h, q, k: ones[k - 25] == 1,
+        lambda b, h, q, k: ones[q - 25] == ones[k],
+        lambda b, h, q, k: (ones[k] == 1) & (k < 10) & (q >= k),
+    ):
+        check_sound(mask, 40, 40, 8)
+        check_sound(mask, 40, 40, 3)
+
+
 @pytest.mark.parametrize("far", [2**63 - 1, -(2**63), 2**62, -(2**62), 2**31, 0])
 def test_integers_that_wrap_around_prove_nothing(far):
     for mask in (
