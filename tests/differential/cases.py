@@ -274,8 +274,8 @@ _SCORES = [
          captured=lambda z: [fixed(z.q_len, 3)], torch_static=True),
     Case("dot of short rows", ("reduction_unrolled",), lambda z, x, y: lambda s, b, h, i, j: s + torch.dot(x[i], y[j]),
          captured=lambda z: [fixed(z.q_len, 3), fixed(z.kv_len, 3)], torch_static=True),
-    Case("sum of a whole table", ("captured_reduction",), lambda z, t: lambda s, b, h, i, j: s + t.sum() * 0.1,
-         captured=lambda z: [fixed(z.q_heads)], torch_cannot=NO_BUFFERS, torch_static=True),
+    Case("sum of a whole table", ("captured_reduction",), lambda z, t: lambda s, b, h, i, j: s + t.sum() * 0.01,
+         captured=lambda z: [fixed(64)], torch_cannot=NO_BUFFERS, torch_static=True),
 ]
 
 _MASKS = [

@@ -135,6 +135,7 @@ def torch_compiler(*, dynamic: bool) -> Iterator[tuple[Callable[..., Any], Calla
     Sizes that happen to be equal are not taken for one another, or the next sizes would be compiled anew.
     """
     import torch._dynamo
+    import torch._functorch.config
     import torch._inductor.config
     from torch._dynamo.utils import counters
     from torch.fx.experimental import _config as shapes
@@ -142,7 +143,11 @@ def torch_compiler(*, dynamic: bool) -> Iterator[tuple[Callable[..., Any], Calla
     torch._dynamo.reset()
     counters.clear()
     try:
-        with torch._inductor.config.patch(compile_threads=1), shapes.patch(use_duck_shape=False):
+        with (
+            torch._inductor.config.patch(compile_threads=1),
+            torch._functorch.config.patch(donated_buffer=False),  # `differentiate` retains the graph
+            shapes.patch(use_duck_shape=False),
+        ):
             compiled = torch.compile(torch_flex.flex_attention, dynamic=dynamic, fullgraph=True)
             yield compiled, lambda: counters["stats"]["unique_graphs"]
     finally:
