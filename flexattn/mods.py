@@ -56,7 +56,7 @@ def sliding_window(window: int, *, offset: int = 0) -> Mod:
     Source: Beltagy et al., Longformer, 2020, section 3.1; Jiang et al., Mistral 7B, 2023, section 2.
     """
     if window < 1:
-        raise OptionError("window must be at least 1", given=window)
+        raise OptionError("window must be at least 1", given=window, hint="1, which keeps the query's own position")
     return partial(_sliding_window, window, offset)
 
 
@@ -82,7 +82,11 @@ def dilated(window: int, dilation: int) -> Mod:
     Source: Beltagy et al., Longformer, 2020, section 3.1.
     """
     if dilation < 1 or window < 0:
-        raise OptionError("dilation must be at least 1 and window not negative", given=(window, dilation))
+        raise OptionError(
+            "dilation must be at least 1 and window not negative",
+            given=f"window {window} and dilation {dilation}",
+            hint="dilation=1 for a window without gaps",
+        )
     return partial(_dilated, window, dilation)
 
 
@@ -136,7 +140,9 @@ def document(ids: Tensor, kv_ids: Tensor | None = None) -> Mod:
     kv_ids = ids if kv_ids is None else kv_ids
     if ids.dim() not in (1, 2) or kv_ids.dim() != ids.dim():
         raise ShapeError(
-            "document ids must be [length] or [batch, length]", given=(tuple(ids.shape), tuple(kv_ids.shape))
+            "document ids must be [length] or [batch, length]",
+            given=f"ids {tuple(ids.shape)} and kv_ids {tuple(kv_ids.shape)}",
+            hint="ids of as many dimensions for queries and for keys",
         )
     return partial(_document if ids.dim() == 1 else _document_per_batch, ids, kv_ids)
 
@@ -166,7 +172,7 @@ def alibi(heads: int) -> Mod:
     Source: Press et al., Train Short, Test Long (ALiBi), 2022, section 3.
     """
     if heads < 1:
-        raise OptionError("heads must be at least 1", given=heads)
+        raise OptionError("heads must be at least 1", given=heads, hint="the number of query heads")
     return partial(_alibi, -8.0 / heads)
 
 
@@ -190,7 +196,7 @@ def softcap(cap: float) -> Mod:
     Source: Gemma Team, Gemma 2, 2024, section 2 (after Bello et al., 2016).
     """
     if not cap > 0:
-        raise OptionError("cap must be positive", given=cap)
+        raise OptionError("cap must be positive", given=cap, hint="20 to 50; without a cap, no score_mod at all")
     return partial(_softcap, float(cap))
 
 
@@ -216,7 +222,11 @@ def relative_bias(table: Tensor) -> Mod:
     Source: Shaw et al., Self-Attention with Relative Position Representations, 2018, section 3.2; T5, 2020, section 2.1.
     """
     if table.dim() != 2 or table.shape[1] % 2 == 0:
-        raise ShapeError("the table must be [heads, 2 * reach + 1]", given=tuple(table.shape))
+        raise ShapeError(
+            "the table must be [heads, 2 * reach + 1]",
+            given=tuple(table.shape),
+            hint="an odd width: distances from -reach to reach",
+        )
     return partial(_relative_bias, table, table.shape[1] // 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import os
 import re
 import subprocess
@@ -104,6 +105,23 @@ def test_frontend_files_import_only_those_above_them_at_import_time() -> None:
             name = imported.split(".")[-1]
             if _folder(imported) == "frontend" and name in FRONTEND:
                 assert FRONTEND.index(name) < FRONTEND.index(path.stem), f"{path.stem} imports {name}"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_error_says_what_came_and_what_to_try(path: Path) -> None:
+    """Contract line 8: an error of ours has a `hint`, and what came: in `given`, in its words, or as a place in a mod."""
+    if _folder(_module(path)) not in ("frontend", "runtime", "mods"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(call := node.exc, ast.Call) and _is_ours(call):
+            keys = {k.arg for k in call.keywords}
+            assert "hint" in keys, f"line {node.lineno}: no hint"
+            assert keys & {"given", "where"} or isinstance(call.args[0], ast.JoinedStr), f"line {node.lineno}: no given"
+
+
+def _is_ours(call: ast.Call) -> bool:
+    name = ast.unparse(call.func).split(".")[-1]
+    return name.endswith("Error") and not hasattr(builtins, name)
 
 
 def test_no_import_cycles_at_import_time() -> None:

@@ -72,7 +72,9 @@ def read_lists(
         full_counts, full_indices = _four(full_counts, 3), _four(full_indices, 4)
         if _check(full_counts, full_indices, "full_kv") != (batch, heads, rows):
             raise ShapeError(
-                "full_kv_num_blocks must have kv_num_blocks' shape", given=(full_counts.shape, counts.shape)
+                "full_kv_num_blocks must have kv_num_blocks' shape",
+                given=f"{tuple(full_counts.shape)} for {tuple(counts.shape)}",
+                hint="counts of 0 in rows without a full block",
             )
         full = _keys(full_counts, full_indices, cols)
         partial = partial[~torch.isin(partial, full)]
@@ -98,12 +100,14 @@ def _check(counts: Tensor, indices: Tensor, name: str) -> tuple[int, int, int]:
     if counts.dim() != 3 or indices.dim() != 4 or counts.shape != indices.shape[:3]:
         raise ShapeError(
             f"{name}_num_blocks must be [B, H, rows] and {name}_indices [B, H, rows, n]",
-            given=(counts.shape, indices.shape),
+            given=f"{tuple(counts.shape)} and {tuple(indices.shape)}",
+            hint="one count and one row of indices for each row of blocks",
         )
     if counts.numel() and int(counts.max()) > indices.shape[3]:
         raise ShapeError(
             f"{name}_num_blocks may not exceed the width of {name}_indices",
             given=f"{int(counts.max())} > {indices.shape[3]}",
+            hint="as many indices a row as its count says",
         )
     batch, heads, rows = counts.shape
     return batch, heads, rows

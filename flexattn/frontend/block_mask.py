@@ -151,7 +151,8 @@ class BlockMask(TorchLists):
             The mask; the transposed lists are written when read.
         """
         if not isinstance(dq_kv_order, (bool, Tensor, type(None))):
-            raise OptionError("dq_kv_order must be a bool, Tensor, or None", given=type(dq_kv_order).__name__)
+            given, hint = type(dq_kv_order).__name__, "leaving it out: it changes no result"
+            raise OptionError("dq_kv_order must be a bool, Tensor, or None", given=given, hint=hint)
         block = block_pair(BLOCK_SIZE)
         if seq_lengths is None and isinstance(kv_indices, Tensor) and kv_indices.dim() >= 2:
             seq_lengths = (kv_indices.shape[-2] * block[0], kv_indices.shape[-1] * block[1])
@@ -182,6 +183,7 @@ class BlockMask(TorchLists):
         if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
             raise MaskFunctionError(
                 "Cannot use mask_mod from a sliced BlockMask",
+                given="a BlockMask of torch's, sliced",
                 hint="sliced.mask_mod = a function made from the unsliced mask's mask_mod",
             )
         names = (*LIST_NAMES, "dq_kv_order", "dq_kv_order_spt")
@@ -301,6 +303,7 @@ class BlockMask(TorchLists):
             raise ShapeError(
                 "a BlockMask [B, H, rows] takes up to three indices",
                 given=f"{len(index)} for {len(mask.sizes)} leading dimensions",
+                hint="block_mask[b, h, rows]; lists need batch and head dimensions for it",
             )
         self._check_movable("Slicing")
         rows = self.kv_num_blocks.shape[-1] if self.is_list else -(-mask.lengths[0] // mask.block[0])
@@ -319,7 +322,9 @@ class BlockMask(TorchLists):
     def _check_movable(self, what: str) -> None:
         if self.dq_kv_order is not None:
             raise UnsupportedError(
-                f"{what} BlockMask with tensor dq_kv_order is not supported yet", hint="a mask without it"
+                f"{what} BlockMask with tensor dq_kv_order is not supported yet",
+                given="dq_kv_order",
+                hint="a mask without it",
             )
 
     def crop(self, q_len: int, kv_len: int) -> BlockMask:
@@ -347,7 +352,8 @@ class BlockMask(TorchLists):
         """
         mask, sizes = self._mask, two_sizes(self._mask.sizes)
         if any(have not in (1, want) for have, want in zip(sizes, (batch, heads), strict=True)):
-            raise ShapeError("a BlockMask's batch and heads must be 1 or equal", given=f"{sizes} for {(batch, heads)}")
+            given, hint = f"{sizes} for {(batch, heads)}", "a mask made with B and H of 1, or of these sizes"
+            raise ShapeError("a BlockMask's batch and heads must be 1 or equal", given=given, hint=hint)
         if isinstance(mask, ListMask) or not mask.differs(batch, heads):
             return self
         mask.check_current()

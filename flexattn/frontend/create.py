@@ -61,10 +61,16 @@ def create_block_mask(
     """
     if mod_kind(mask_mod) != "mask":
         raise MaskTypeError(
-            "create_block_mask requires a mask_mod function (b, h, q_idx, kv_idx)", given=function_name(mask_mod)
+            "create_block_mask requires a mask_mod function (b, h, q_idx, kv_idx)",
+            given=function_name(mask_mod),
+            hint="lambda b, h, q_idx, kv_idx: q_idx >= kv_idx",
         )
     if not isinstance(dq_kv_order, bool):
-        raise OptionError("dq_kv_order must be a bool when using create_block_mask", given=type(dq_kv_order).__name__)
+        raise OptionError(
+            "dq_kv_order must be a bool when using create_block_mask",
+            given=type(dq_kv_order).__name__,
+            hint="True or False; BlockMask.from_kv_blocks takes a tensor too",
+        )
     traced = trace_mask(mask_mod)
     mask = PredicateMask(
         traced,

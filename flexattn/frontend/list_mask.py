@@ -110,6 +110,7 @@ class ListMask:
             raise ShapeError(
                 "seq_lengths reach past the block lists",
                 given=f"q_len {q_len} and {blocks.rows} rows of {self.block[0]}",
+                hint="seq_lengths within the lists, or a row of blocks for every query",
             )
         if self._runs_as_predicate(inner):
             return self._predicate(inner).tile_map(q_tile, kv_tile)

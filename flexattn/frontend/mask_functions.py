@@ -92,7 +92,8 @@ def _not_mask(mask_mod: MaskMod, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any
 
 def _callables(mask_mods: tuple[MaskMod, ...]) -> tuple[MaskMod, ...]:
     if not all(callable(m) for m in mask_mods):
-        raise MaskFunctionError("All inputs should be callable mask_mods", given=mask_mods)
+        names = ", ".join(type(m).__name__ for m in mask_mods)
+        raise MaskFunctionError("All inputs should be callable mask_mods", given=names, hint="and_masks(first, second)")
     return mask_mods
 
 

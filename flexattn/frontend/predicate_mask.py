@@ -56,7 +56,8 @@ class PredicateMask:
         follows: bool = False,
     ) -> None:
         if not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in (*sizes, *lengths)):
-            raise OptionError("B, H, Q_LEN and KV_LEN must be integers of at least 0", given=(*sizes, *lengths))
+            given, hint = (*sizes, *lengths), "None for B or H where the mask is the same in all of them"
+            raise OptionError("B, H, Q_LEN and KV_LEN must be integers of at least 0", given=given, hint=hint)
         self.traced = None if algebra.keeps_all(traced) else traced
         self.function, self.device, self.follows = function, device, follows
         self.sizes, self.lengths, self.block = sizes, lengths, block
@@ -167,8 +168,9 @@ class PredicateMask:
         """A mask of this one and another, which must be as long; a size of 1 broadcasts."""
         pairs = list(zip(self.sizes, other.sizes, strict=True))
         if self.lengths != other.lengths or any(1 not in p and p[0] != p[1] for p in pairs):
-            shapes = (self.sizes + self.lengths, other.sizes + other.lengths)
-            raise ShapeError("masks of different sizes cannot be combined", given=shapes)
+            shapes = f"{self.sizes + self.lengths} and {other.sizes + other.lengths}"
+            hint = "one Q_LEN and KV_LEN for both, and B and H of 1 or the same"
+            raise ShapeError("masks of different sizes cannot be combined", given=shapes, hint=hint)
         mine = self.following(other.device)
         other = other.following(mine.device)
         if mine.device != other.device:
@@ -263,6 +265,7 @@ def dense(
     if any(bool((bad & kept).any()) for bad in outside):
         raise CaptureIndexError(
             f"{traced.program.name} reads a captured tensor out of range at a pair it keeps",
+            given=f"such a pair within q_len={shape[2]} and kv_len={shape[3]}",
             hint="longer captured tensors, or a condition that drops such pairs",
             where=str(traced.program.where) if traced.program.where else None,
         )

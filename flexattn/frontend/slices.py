@@ -79,7 +79,8 @@ def _positions(index: Any, size: int) -> Sequence[int]:
     wanted = [index] if isinstance(index, int) else list(index)
     for i in wanted:
         if not -size <= i < size:
-            raise CaptureIndexError("index out of range for a BlockMask", given=f"{i} for an axis of {size}")
+            given, hint = f"{i} for an axis of {size}", f"-{size} to {size - 1}; its rows are blocks, not positions"
+            raise CaptureIndexError("index out of range for a BlockMask", given=given, hint=hint)
     wanted = [i % size for i in wanted]
     run = range(wanted[0], wanted[0] + len(wanted)) if wanted else range(0)
     return run if wanted == list(run) else wanted

@@ -55,7 +55,8 @@ def to_sympy(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
         if node.args[0].dtype == torch.bool and node.op in ON_TRUTH:
             return ON_TRUTH[node.op](sympy, *args)
         if node.op not in table:
-            raise UnsupportedError(f"`{node.op}` has no formula")
+            hint = "printing the program, which shows every operation"
+            raise UnsupportedError(f"`{node.op}` has no formula", given="an operation beyond arithmetic", hint=hint)
         return table[node.op](*args)
 
     return fold([program.body], visit)[0]

@@ -144,7 +144,8 @@ def build_tile_map(
     """
     if min(q_block, kv_block) < 1 or min(batch, heads, q_len, kv_len) < 0:
         sizes = f"batch={batch}, heads={heads}, q_len={q_len}, kv_len={kv_len}, tile=({q_block}, {kv_block})"
-        raise OptionError("tile sizes must be positive and lengths not negative", given=sizes)
+        hint = "a tile of at least (1, 1), and 0 for what is empty"
+        raise OptionError("tile sizes must be positive and lengths not negative", given=sizes, hint=hint)
     deps = traced_mask.program.body.deps if traced_mask is not None else 0
     grid = Grid(
         batch=batch if deps & DEP_B else min(batch, 1),

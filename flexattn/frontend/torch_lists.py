@@ -192,14 +192,19 @@ def check_lists(lists: Sequence[Any]) -> None:
     given = dict(zip(LIST_NAMES, lists, strict=True))
     indices = given["kv_indices"]
     if given["kv_num_blocks"] is None or indices is None:
-        raise MaskTypeError("kv_num_blocks and kv_indices must be provided")
+        missing = "kv_num_blocks" if given["kv_num_blocks"] is None else "kv_indices"
+        hint = "BlockMask.from_kv_blocks(kv_num_blocks, kv_indices), or create_block_mask"
+        raise MaskTypeError("kv_num_blocks and kv_indices must be provided", given=f"{missing}=None", hint=hint)
     if indices.dim() < 2:
         shape = f"kv_indices of shape {tuple(indices.shape)}"
-        raise MaskFunctionError("BlockMask must have at least 2 dimensions", given=shape)
+        raise MaskFunctionError("BlockMask must have at least 2 dimensions", given=shape, hint="[B, H, rows, columns]")
     for prefix in ("kv", "full_kv", "q", "full_q"):
         _check_pair(prefix, given[f"{prefix}_num_blocks"], given[f"{prefix}_indices"])
     for pair in (("full_kv_num_blocks", "full_kv_indices"), ("full_q_num_blocks", "full_q_indices")):
         if (given[pair[0]] is None) != (given[pair[1]] is None):
-            raise MaskTypeError(f"{pair[0]} and {pair[1]} must be both provided or omitted")
+            missing = pair[0] if given[pair[0]] is None else pair[1]
+            what = f"{pair[0]} and {pair[1]} must be both provided or omitted"
+            raise MaskTypeError(what, given=f"{missing}=None", hint="both of them, or None for both")
     if given["dq_write_order_full"] is not None and given["dq_write_order"] is None:
-        raise OptionError("dq_write_order_full requires dq_write_order")
+        what, hint = "dq_write_order_full requires dq_write_order", "both of them, or None for both"
+        raise OptionError(what, given="dq_write_order=None", hint=hint)

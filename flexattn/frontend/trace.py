@@ -47,6 +47,7 @@ def mod_kind(fn: Callable[..., Any]) -> str:
     raise MaskTypeError(
         "a mod takes (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx)",
         given=f"{function_name(fn)} with {required} positional parameters",
+        hint="functools.partial, or a closure, for what else it needs",
     )
 
 

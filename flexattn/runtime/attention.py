@@ -184,6 +184,7 @@ def _requested(return_lse: bool, return_aux: Any) -> AuxRequest:
     if return_lse:
         raise OptionError(
             "Cannot specify both return_lse and return_aux",
+            given=f"return_lse={return_lse} and return_aux={return_aux}",
             hint="return_aux=AuxRequest(lse=True) alone; return_lse is deprecated",
         )
     if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):

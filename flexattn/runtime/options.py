@@ -139,7 +139,7 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
 
 def _split(key: Any, forward: dict[str, int], backward: dict[str, int]) -> tuple[str, tuple[dict[str, int], ...]]:
     if not isinstance(key, str):
-        raise OptionError("kernel_options keys are strings", given=repr(key))
+        raise OptionError("kernel_options keys are strings", given=repr(key), hint="{'BLOCK_M': 64}")
     if key.startswith("fwd_"):
         return key[4:], (forward,)
     if key.startswith("bwd_"):
@@ -150,7 +150,9 @@ def _split(key: Any, forward: dict[str, int], backward: dict[str, int]) -> tuple
 def _check_known(key: str, name: str) -> None:
     if name in _RESERVED:
         raise ReservedOptionError(
-            f"{name} must not be in kernel_options", hint="return_aux=AuxRequest(lse=True, max_scores=True)"
+            f"{name} must not be in kernel_options",
+            given=repr(name),
+            hint="return_aux=AuxRequest(lse=True, max_scores=True)",
         )
     if name in _SWITCHES and key != name:
         raise OptionError(
@@ -169,23 +171,28 @@ def _tile_value(key: str, name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"kernel_options[{key!r}] must be an int", given=repr(value))
+        hint = f"{{{key!r}: 64}}" if name.startswith("BLOCK") else f"{{{key!r}: 4}}"
+        raise OptionError(f"kernel_options[{key!r}] must be an int", given=repr(value), hint=hint)
     if value < 1 or (name in _POWER_OF_TWO and value & (value - 1)) or (name.startswith("BLOCK") and value < 16):
         rule = {"num_stages": "at least 1", "num_warps": "a power of 2"}.get(name, "a power of 2 and at least 16")
-        raise OptionError(f"kernel_options[{key!r}] must be {rule}", given=value)
+        raise OptionError(
+            f"kernel_options[{key!r}] must be {rule}", given=value, hint="leaving it out: tiles are chosen"
+        )
     return value
 
 
 def _switch(kernel_options: Mapping[str, Any], name: str, *, default: bool) -> bool:
     value = kernel_options.get(name, default)
     if not isinstance(value, bool):
-        raise OptionError(f"kernel_options[{name!r}] must be True or False", given=repr(value))
+        what = f"kernel_options[{name!r}] must be True or False"
+        raise OptionError(what, given=repr(value), hint=f"{{{name!r}: True}}")
     return value
 
 
 def _backend_value(value: Any) -> str:
     if not isinstance(value, str) or value not in BACKENDS:
-        raise OptionError(f"Invalid BACKEND value '{value}'. Must be one of {BACKENDS}")
+        what = f"Invalid BACKEND value '{value}'. Must be one of {BACKENDS}"
+        raise OptionError(what, given=repr(value), hint="leaving it out: the fastest that can run is chosen")
     return value
 
 

@@ -239,11 +239,14 @@ def _check_special_backend(problem: Problem) -> None:
     backend = problem.options.backend
     if backend == "FLASH" and problem.want_max:
         raise UnsupportedError(
-            "Returning max scores is not supported with BACKEND='FLASH'", hint="BACKEND='AUTO', or omit max_scores"
+            "Returning max scores is not supported with BACKEND='FLASH'",
+            given="return_aux=AuxRequest(max_scores=True)",
+            hint="BACKEND='AUTO', or omit max_scores",
         )
     if backend == "FLASH":
         raise BackendError(
             "BACKEND='FLASH' but flash attention cannot be used: flexattn generates its own kernels",
+            given="kernel_options={'BACKEND': 'FLASH'}",
             hint="BACKEND='AUTO'",
         )
     if problem.q.shape[-2] > _DECODE_Q_LEN:
