@@ -63,6 +63,7 @@ def families(n: int, seed: int = 0) -> dict[str, Mask]:
     prefix, left, length = draw(0, n, BATCH), draw(0, n // 2, BATCH), draw(1, n, BATCH)
     head_windows, chosen = draw(1, n, HEADS), draw(0, 2, n // 16 + 1, n // 16 + 1).bool()
     tree, enter = _ancestors(64, g), draw(0, n, n)
+    steps = draw(0, 60, n // 40 + 1, n).sort(-1).values
     leave, image = enter + draw(0, n // 4, n), ids.long()
     window, side, frame, half, offset = (
         max(2, n // 6),
@@ -120,6 +121,7 @@ def families(n: int, seed: int = 0) -> dict[str, Mask]:
         "tile window": tiled,
         "video, spatial": lambda b, h, q, k: (k < frame) | (q < 5) | ((q - k).abs() < window),
         "video, temporal": lambda b, h, q, k: ((q % frame - k % frame).abs() < 9) | (k < 7),
+        "sorted rows": lambda b, h, q, k: (steps[q // 40, k] > 45) | (steps[k // 40, q] < 3),
         "chosen blocks": lambda b, h, q, k: chosen[q // 16, k // 16],
         "folded batch": lambda b, h, q, k: (q // 99 == k // 99) & (q % 99 >= k % 99),
         "images seen by text": lambda b, h, q, k: (starts[image[k]] <= q) & (q < ends[image[k]]),
