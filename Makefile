@@ -1,13 +1,15 @@
 # Everything below makes its own environment in .venv the first time it is needed and again when pyproject.toml or
 # constraints.txt change. To use an environment you already have instead: make test PY=/path/to/python
+# (and PY36=... for the one with Triton 3.6.0)
 #
 #   make demo            the main job on real text; pictures go to demo/out   (make demo SHORT=1: about a minute)
 #   make test            the fast tests; gpu tests run by themselves where a GPU is present
-#   make test-all        the slow ones too
+#   make test-triton36   kernels compiled by Triton 3.6.0, in an environment of its own (.venv-triton36)
+#   make test-all        the slow ones too: every kernel, configuration and target under both Tritons
 #   make notebooks       executes the notebooks
 #   make lint types      ruff (rules and format), mypy
 #   make bench           the benchmarks, and the README's section from their results   (make bench BENCH=--quick)
-#   make clean           removes .venv, caches and demo/out
+#   make clean           removes the environments, caches and demo/out
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,6 +18,13 @@ ifdef PY
 else
   PY    := $(VENV)/bin/python
   READY := $(VENV)/.ready
+endif
+VENV36 := .venv-triton36
+ifdef PY36
+  READY36 :=
+else
+  PY36    := $(VENV36)/bin/python
+  READY36 := $(VENV36)/.ready
 endif
 
 # Threads that wait by spinning make a machine that also does something else many times slower (measured: a training step
@@ -28,7 +37,7 @@ BENCH  ?=
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 JOBS   ?= 2
 
-.PHONY: help demo test test-all test-main test-interpret notebooks lint types bench clean
+.PHONY: help demo test test-all test-main test-interpret test-triton36 notebooks lint types bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,6 +57,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  wait $$job
 	@touch $@
 
+$(VENV36)/.ready: constraints-triton36.txt
+	@echo "[1/2] environment in $(VENV36), with Triton 3.6.0"
+	@test -x $(VENV36)/bin/pip || $(PYTHON) -m venv $(VENV36)
+	@echo "[2/2] installing PyTorch and Triton 3.6.0: about two minutes, once"
+	@$(VENV36)/bin/python -m pip install -q -c constraints-triton36.txt torch triton numpy sympy pytest pytest-xdist
+	@touch $@
+
 # --- the main job ----------------------------------------------------------------------------------------------------
 
 demo: $(READY)
@@ -64,9 +80,14 @@ test-main: $(READY)
 test-interpret: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) -m "not slow and not notebook" tests/interpret
 
-test-all: notebooks
+# What Triton compiles depends on its version, so the compile set also runs under the oldest one.
+test-triton36: $(READY36)
+	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) -m "not slow" tests/codegen/test_compile.py
+
+test-all: notebooks $(READY36)
 	$(PYTEST) -n $(JOBS) -m "not notebook"
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpret
+	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) tests/codegen/test_compile.py
 
 notebooks: $(READY)
 	$(PY) -m pytest -m notebook tests/test_notebooks.py
@@ -86,5 +107,5 @@ bench: $(READY)
 	$(PY) -m benchmarks report
 
 clean:
-	rm -rf $(VENV) demo/out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV36) demo/out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

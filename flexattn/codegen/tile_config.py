@@ -100,6 +100,15 @@ _WGMMA_SCORED = {  # a score_mod's derivative takes registers that the larger ti
     "dq": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))),),
     "dkdv": ((64, ((64, 64, 4, 2), (64, 64, 4, 3))), (128, ((32, 64, 4, 3), (32, 64, 4, 2)))),
 }
+_TCGEN05_LARGE = {  # of 256: 4 warps, or one stage more, spill hundreds of bytes a thread
+    "forward": ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+    "dq": ((64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+    "dkdv": ((32, 64, 8, 1), (32, 32, 4, 1)),
+}
+_TCGEN05 = {
+    kernel: tuple((pad, _TCGEN05_LARGE[kernel] if pad == 256 else configs) for pad, configs in rows)
+    for kernel, rows in _WGMMA.items()
+}
 _MMA = {
     "forward": (
         (64, ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
@@ -114,28 +123,29 @@ _MMA = {
         (512, ((16, 16, 4, 1),)),
     ),
     "dkdv": (
-        (64, ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 1))),
+        (64, ((64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 1))),
         (128, ((64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 1))),
         (256, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
         (512, ((16, 16, 4, 1),)),
     ),
 }
-_SINGLE = {  # float32: the dots run on ordinary arithmetic units, so small tiles lose little and compile fast
+_SINGLE = {  # float32: products run on ordinary arithmetic units, which hold whole rows of both operands in registers:
+    # small tiles lose little, compile fast and do not spill
     "forward": (
-        (64, ((64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
+        (64, ((64, 32, 8, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
         (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
         (256, ((32, 16, 4, 1), (16, 16, 4, 1))),
         (512, ((16, 16, 4, 1),)),
     ),
     "dq": (
-        (64, ((64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
+        (64, ((32, 32, 8, 1), (32, 32, 4, 1), (16, 32, 4, 1))),
         (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
         (256, ((16, 16, 4, 1),)),
         (512, ((16, 16, 4, 1), (4, 16, 4, 1))),
     ),
     "dkdv": (
-        (64, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
-        (128, ((32, 32, 4, 1), (16, 16, 4, 1))),
+        (64, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
+        (128, ((16, 32, 4, 1), (16, 16, 4, 1))),
         (256, ((16, 16, 4, 1),)),
         (512, ((16, 16, 4, 1), (16, 4, 4, 1))),
     ),
@@ -381,8 +391,9 @@ def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
 
 def _listed(problem: TileProblem) -> list[TileConfig]:
     """The preference list of this family, from the row of this head dim on."""
-    families = _SINGLE if problem.element_bytes == 4 else _MMA if problem.target.family == "mma" else _WGMMA
-    scored = _WGMMA_SCORED if problem.has_score and families is _WGMMA else {}
+    halves = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}[problem.target.family]
+    families = _SINGLE if problem.element_bytes == 4 else halves
+    scored = _WGMMA_SCORED if problem.has_score and families not in (_MMA, _SINGLE) else {}
     preferences = (*scored.get(problem.kernel, ()), *families[problem.kernel])
     listed = [TileConfig(*c) for pad, configs in preferences if pad >= problem.pad for c in configs]
     gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128

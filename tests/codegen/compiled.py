@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flexattn.codegen.emit import emit
 from flexattn.codegen.spec import KernelSpec, MaskFacts, TensorLayout, capture_layout, wide_number
-from flexattn.codegen.target import target_of
-from flexattn.codegen.tile_config import (
-    TileConfig,
-    TileProblem,
-    candidates,
-    delta_config,
-    padded,
-    tile_problem,
-)
+from flexattn.codegen.target import GFX942, Target, target_of
+from flexattn.codegen.tile_config import TileConfig, TileProblem, candidates, delta_config, padded, tile_problem, trials
 from flexattn.frontend.trace import Traced, trace
-from flexattn.runtime.compile import build
+from flexattn.runtime import compile as compiling
+
+TARGETS = (80, 86, 89, 90, 100, 120, GFX942)
+KERNELS = ("forward", "dq", "dkdv")
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,17 @@ class Resources:
 def _leaves() -> dict[str, tuple[Traced | None, Traced | None]]:
     cap, ids = 30.0, torch.zeros(100, dtype=torch.int32)
     slopes, table = torch.zeros(8), torch.zeros(8, 99, requires_grad=True)
+    half, grid = torch.zeros(8, 99, dtype=torch.bfloat16, requires_grad=True), torch.zeros(99, 99, dtype=torch.bool)
     causal = trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask")
     document = trace(lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx), "mask")
+    kept = trace(lambda b, h, q_idx, kv_idx: grid[q_idx, kv_idx], "mask")
     softcap = trace(lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap), "score")
     alibi = trace(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx), "score")
     bias = trace(lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + 49], "score")
+    half_bias = trace(lambda score, b, h, q_idx, kv_idx: score + half[h, q_idx - kv_idx + 49], "score")
     return {
         "none": (None, None), "causal": (None, causal), "document": (None, document), "softcap": (softcap, causal),
-        "alibi": (alibi, causal), "bias": (bias, causal),
+        "alibi": (alibi, causal), "bias": (bias, causal), "half bias": (half_bias, causal), "kept table": (None, kept),
     }  # fmt: skip
 
 
@@ -53,52 +52,101 @@ LEAVES = _leaves()
 
 
 def spec_of(
-    kernel: str, *, arch: int, dim: int, leaf: str = "causal", dtype: str = "bf16", config: TileConfig | None = None,
-    aligned: bool = True,
+    kernel: str, *, arch: int, dim: int, v_dim: int | None = None, leaf: str = "causal", dtype: str = "bf16",
+    config: TileConfig | None = None, aligned: bool = True, precision: str = "ieee",
 ) -> KernelSpec:  # fmt: skip
     """A kernel as the runtime would ask for it, with its preferred tiles."""
     score, mask = LEAVES[leaf]
     bound = [t for t in (score, mask) if t is not None]
-    layout = TensorLayout(dtype, aligned, aligned, False)
-    capture_grads = (0,) if leaf == "bias" and kernel == "dq" else ()
+    layout = TensorLayout(dtype, True, aligned, False)
+    capture_grads = (0,) if leaf in ("bias", "half bias") and kernel == "dq" else ()
     return KernelSpec(
-        kernel=kernel, target=target_of(arch), config=config or preferred(kernel, arch, dim, dtype, leaf)[0], qk_dim=dim, v_dim=dim,
-        layouts=(layout,) * 4, score=score and score.program, mask=mask and mask.program,
+        kernel=kernel, target=target_of(arch), config=config or preferred(kernel, arch, dim, dtype, leaf)[0], qk_dim=dim,
+        v_dim=v_dim or dim, layouts=(layout,) * 4, score=score and score.program, mask=mask and mask.program,
         facts=MaskFacts(mask is not None), captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
         wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), capture_grads=capture_grads,
-        fold_scale=score is None,
+        fold_scale=score is None and dtype != "fp32", precision=precision,
     )  # fmt: skip
 
 
-def preferred(kernel: str, arch: int, dim: int, dtype: str = "bf16", leaf: str = "causal") -> tuple[TileConfig, ...]:
-    """The configurations the runtime would try, best first."""
+def preferred(
+    kernel: str, arch: int, dim: int, dtype: str = "bf16", leaf: str = "causal", *, target: Target | None = None,
+    timed: bool = False,
+) -> tuple[TileConfig, ...]:  # fmt: skip
+    """The configurations the runtime would try, best first; with `timed` those that autotuning would time."""
     if kernel == "delta":
         return (delta_config(padded(dim)),)
-    size = 4 if dtype == "fp32" else 2
     programs = [t.program for t in LEAVES[leaf] if t is not None]
-    return candidates(kernel, target_of(arch), element_bytes=size, qk_dim=dim, v_dim=dim, q_len=4096, programs=programs)
+    rule = trials if timed else candidates
+    return rule(
+        kernel, target or target_of(arch), element_bytes=element_bytes(dtype), qk_dim=dim, v_dim=dim, q_len=4096,
+        programs=programs,
+    )  # fmt: skip
+
+
+def element_bytes(dtype: str) -> int:
+    """Of a type as kernels name it."""
+    return 4 if dtype == "fp32" else 2
 
 
 def problem_of(spec: KernelSpec) -> TileProblem:
     """What the shared-memory model is asked for this kernel."""
     return tile_problem(
-        spec.kernel, spec.target, element_bytes=4 if spec.layouts[0].dtype == "fp32" else 2, qk_dim=spec.qk_dim,
+        spec.kernel, spec.target, element_bytes=element_bytes(spec.layouts[0].dtype), qk_dim=spec.qk_dim,
         v_dim=spec.v_dim, q_len=4096, programs=(spec.score, spec.mask), precision=spec.precision,
     )  # fmt: skip
 
 
-def compile_and_measure(spec: KernelSpec, folder: Path) -> tuple[Any, Resources]:
-    """Compiles with Triton, then runs the bundled assembler once more to hear what it used."""
-    from triton.backends.nvidia.compiler import get_ptxas
+def compile_and_measure(spec: KernelSpec) -> tuple[str, Resources]:
+    """Assembly text and what the assembler said it took. Triton's cache would swallow the assembler's words, so it is not
+    asked."""
+    from triton import knobs
 
-    compiled, arch = build(emit(spec)), spec.target.arch
-    text = folder / "kernel.ptx"
-    text.write_text(compiled.asm["ptx"])
-    name = f"sm_{arch}{'a' if arch >= 90 else ''}"
-    command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", str(text), "-o", str(folder / "kernel.cubin")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    log = done.stdout + done.stderr
+    said = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        compiled = compiling.build(emit(spec))
+    if spec.target.is_amd:
+        return compiled.asm["amdgcn"], _amd_resources(compiled)
+    return compiled.asm["ptx"], _resources(compiled, said.getvalue())
+
+
+def _resources(compiled: Any, log: str) -> Resources:
     registers, spills = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
-    assert registers and spills, log
-    notes = tuple(sorted(set(re.findall(r"\((C75\d+)\)", log))))
-    return compiled, Resources(compiled.metadata.shared, int(registers[1]), int(spills[1]), notes)
+    assert registers and spills, f"ptxas did not say what it used: {log}"
+    notes = tuple(line for line in log.splitlines() if "serialized" in line)
+    return Resources(compiled.metadata.shared, int(registers[1]), int(spills[1]), notes)
+
+
+def _amd_resources(compiled: Any) -> Resources:
+    text = compiled.asm["amdgcn"]
+    found = {name: re.search(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")}
+    registers, spills = found["vgpr_count"], found["vgpr_spill_count"]
+    assert registers and spills, "the assembly does not say what it used"
+    return Resources(compiled.metadata.shared, int(registers[1]), 4 * int(spills[1]), ())
+
+
+def shared_of(spec: KernelSpec) -> int:
+    """Shared memory alone, known before the assembler runs: two thirds of the time saved."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    made, target = emit(spec), GPUTarget(*spec.target.triton_target)
+    source, backend = compiling.ast_source(made), make_backend(target)
+    options = backend.parse_options({**made.options, **source.parse_options()})
+    context, stages, metadata = ir.context(), {}, {"target": target, **options.__dict__}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    backend.add_stages(stages, options, source.language)
+    codegen = backend.get_codegen_implementation(options)
+    module = source.make_ir(target, options, codegen, backend.get_module_map(), context)
+    for stage in ("ttir", "ttgir", "llir"):
+        module = stages[stage](module, metadata)
+    return int(metadata["shared"])
+
+
+def most_shared(spec: KernelSpec) -> int:
+    """What the layout of q, k and v that takes the most takes: the choice of tiles does not know them."""
+    plain = replace(spec, layouts=(replace(spec.layouts[0], is_aligned=False),) * 4)
+    return max(shared_of(spec), shared_of(plain))

@@ -1,95 +1,251 @@
-"""Every kernel compiles for every target without a GPU, and takes no more than the tile rules say."""
+"""Every kernel compiles for every target without a GPU, and takes no more than the tile rules say.
+
+The default set (seconds a kernel) is what a commit must pass, under the newest Triton and under 3.6.0; `-m slow` adds every
+leaf, every head dim and every configuration that a call may fall back to.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from flexattn.codegen.target import target_of
-from flexattn.codegen.tile_config import shared_bytes
-from tests.codegen.compiled import LEAVES, Resources, compile_and_measure, preferred, problem_of, spec_of
+from flexattn.codegen.target import GFX942, KIB, target_of
+from flexattn.codegen.tile_config import TileConfig, is_legal, shared_bytes
+from tests.codegen.compiled import (
+    KERNELS,
+    LEAVES,
+    TARGETS,
+    Resources,
+    compile_and_measure,
+    most_shared,
+    preferred,
+    problem_of,
+    shared_of,
+    spec_of,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile"
 )
-ARCHES = (80, 89, 90, 100, 120)
-INSTRUCTION = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
-# Bytes of registers the preferred tiles may spill; backward tiles hold two accumulators and use every register.
-SPILLS = {"forward": 128, "dq": 256, "dkdv": 640, "delta": 0}
+NVIDIA = tuple(arch for arch in TARGETS if arch != GFX942)
+FAMILIES = (80, 90, 100)  # one architecture of each matrix instruction; 86, 89 and 120 have 80's
+INSTRUCTION = {"mma": "mma.sync", "wgmma": "wgmma", "tcgen05": "tcgen05.mma"}
+
+# Bytes of registers a thread of a default configuration may spill. A few dozen are the assembler's choice, most of them for
+# what the loop does not use. Exceptions, by kernel, family, largest head dim and data type:
+SPILLS = 64
+EXCEPTIONS = {
+    # dk and dv, scores and their gradient: all in 255 registers. Measured on an H200 these are the fastest all the same.
+    ("dkdv", "wgmma", 64, "bf16"): 256,
+    ("dkdv", "wgmma", 128, "bf16"): 256,
+    # sums of 256 columns in the registers of 4 warps; smaller tiles would read everything twice as often
+    ("forward", "mma", 256, "bf16"): 128,
+    ("dkdv", "mma", 256, "bf16"): 128,
+}
 
 
 @pytest.fixture(autouse=True)
 def _own_leaves(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXATTN_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "leaves"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
 
 
-def compiled(tmp_path: Path, kernel: str, spills: int | None = None, **what: object) -> tuple[str, Resources]:
-    """PTX and resources of a kernel, after checking what holds for all of them."""
+def compiled(kernel: str, spills: int | None = None, **what: object) -> tuple[str, Resources]:
+    """Assembly text and resources of a kernel, after checking what holds for all of them."""
     spec = spec_of(kernel, **what)  # type: ignore[arg-type]
-    binary, used = compile_and_measure(spec, tmp_path)
+    text, used = compile_and_measure(spec)
     limit = target_of(spec.target.arch).shared_bytes
     assert used.shared <= limit
     assert kernel == "delta" or used.shared <= shared_bytes(spec.config, problem_of(spec)) <= limit
-    assert used.spills <= (SPILLS[kernel] if spills is None else spills), used
+    assert used.registers <= (512 if spec.target.is_amd else 255)
+    assert used.spills <= (_spill_limit(spec) if spills is None else spills), (spec.config, used)
     # captured reads inside the loop may make the assembler serialise wgmma
     assert used.notes == () or spec.captures, "the assembler serialises wgmma"
-    return binary.asm["ptx"], used
+    return text, used
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
-def test_every_target(kernel: str, arch: int, tmp_path: Path) -> None:
-    ptx, _ = compiled(tmp_path, kernel, arch=arch, dim=64)
-    assert INSTRUCTION[arch] in ptx
+def _spill_limit(spec: object) -> int:
+    kernel, dtype, dim = spec.kernel, spec.layouts[0].dtype, problem_of(spec).pad  # type: ignore[attr-defined]
+    return EXCEPTIONS.get((kernel, spec.target.family, dim, dtype), SPILLS)  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- machine code
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", NVIDIA)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_defaults_of_every_target(kernel: str, arch: int, dim: int) -> None:
+    if arch in (86, 89) and dim != 128:
+        pytest.skip("the code of sm_80, and at 128 the tiles of a small shared memory")
+    text, _ = compiled(kernel, arch=arch, dim=dim)
+    assert INSTRUCTION[target_of(arch).family] in text
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_defaults_in_single_precision(kernel: str, arch: int, dim: int) -> None:
+    text, _ = compiled(kernel, arch=arch, dim=dim, dtype="fp32")
+    assert "mma" not in text, "products of float32 must not be rounded to TF32"
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_single_precision_may_be_rounded_for_the_tensor_cores(precision: str) -> None:
+    text, _ = compiled("forward", arch=90, dim=64, dtype="fp32", precision=precision, spills=1024)
+    assert ("wgmma" in text) == (precision == "tf32")
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "delta"])
+def test_amd(kernel: str) -> None:
+    text, _ = compiled(kernel, arch=GFX942, dim=64, leaf="softcap" if kernel == "forward" else "causal")
+    assert ("v_mfma" in text) == (kernel != "delta")
 
 
 @pytest.mark.parametrize("leaf", [x for x in LEAVES if x != "causal"])
-def test_every_kind_of_leaf_forward(leaf: str, tmp_path: Path) -> None:
-    ptx, _ = compiled(tmp_path, "forward", arch=90, dim=64, leaf=leaf)
-    assert ("tanh.approx" in ptx) == (leaf == "softcap")
+def test_every_kind_of_leaf_forward(leaf: str) -> None:
+    text, _ = compiled("forward", arch=90, dim=64, leaf=leaf)
+    assert ("tanh.approx" in text) == (leaf == "softcap")
 
 
-def test_captured_gradient_in_the_dq_kernel(tmp_path: Path) -> None:
-    ptx, _ = compiled(tmp_path, "dq", arch=90, dim=64, leaf="bias", spills=1024)
-    assert "red.global.gpu" in ptx or "atom.global.gpu" in ptx
+@pytest.mark.parametrize("kernel", ["dq", "dkdv"])
+def test_backward_of_a_score_mod(kernel: str) -> None:
+    compiled(kernel, arch=90, dim=128, leaf="softcap")
 
 
-def test_prepass_and_unaligned_inputs(tmp_path: Path) -> None:
-    compiled(tmp_path, "delta", arch=90, dim=128)
-    ptx, _ = compiled(tmp_path, "forward", arch=80, dim=40, aligned=False, spills=512)
-    assert "cp.async.cg" not in ptx  # 16-byte copies need the alignment that is not promised
+def test_captured_gradient_in_the_dq_kernel() -> None:
+    text, _ = compiled("dq", arch=90, dim=64, leaf="bias")
+    assert "red.global.gpu" in text or "atom.global.gpu" in text
 
 
-def test_aligned_inputs_are_copied_16_bytes_at_a_time(tmp_path: Path) -> None:
-    ptx, _ = compiled(tmp_path, "forward", arch=80, dim=64)
-    assert "cp.async.cg.shared.global" in ptx
+def test_prepass_and_unaligned_inputs() -> None:
+    compiled("delta", arch=90, dim=128)
+    text, _ = compiled("forward", arch=80, dim=40, aligned=False)
+    assert "cp.async.cg" not in text  # 16-byte copies need the alignment that is not promised
+
+
+def test_aligned_inputs_are_copied_by_the_hardware() -> None:
+    ampere, _ = compiled("forward", arch=80, dim=64)
+    hopper, _ = compiled("forward", arch=90, dim=64)
+    assert "cp.async.cg.shared.global" in ampere
+    assert "cp.async.bulk.tensor" in hopper
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leaf", LEAVES)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
-def test_every_kernel_target_and_leaf(kernel: str, arch: int, dim: int, leaf: str, tmp_path: Path) -> None:
-    compiled(tmp_path, kernel, arch=arch, dim=dim, leaf=leaf, spills=2048)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", [*FAMILIES, 120])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_target_and_leaf(kernel: str, arch: int, dim: int, leaf: str) -> None:
+    compiled(kernel, arch=arch, dim=dim, leaf=leaf)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("dim", [16, 96, 256, 512])
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
-def test_every_configuration_fits(kernel: str, arch: int, dim: int, dtype: str, tmp_path: Path) -> None:
-    for config in preferred(kernel, arch, dim, dtype):
-        compiled(tmp_path, kernel, arch=arch, dim=dim, dtype=dtype, config=config, spills=1 << 14)
+@pytest.mark.parametrize("dim", [16, 96, 512])
+@pytest.mark.parametrize("arch", [*FAMILIES, 120])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_head_dim_and_type(kernel: str, arch: int, dim: int, dtype: str) -> None:
+    compiled(kernel, arch=arch, dim=dim, dtype=dtype)
+
+
+# ---------------------------------------------------------------- the model of shared memory
+def check_model(spec: object, *, used: int) -> None:
+    """Never below what the compiler takes; at most 5 % or 4 KiB above it."""
+    model = shared_bytes(spec.config, problem_of(spec))  # type: ignore[arg-type, attr-defined]
+    what = f"{spec.kernel} {spec.config} sm_{spec.target.arch}: the model says {model}, the compiler {used}"  # type: ignore[attr-defined]
+    assert used <= model, what
+    assert model - used <= max(4 * KIB, 0.05 * used), what
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_model_of_the_defaults(kernel: str, arch: int, dim: int) -> None:
+    for config in preferred(kernel, arch, dim):
+        spec = spec_of(kernel, arch=arch, dim=dim, config=config)
+        check_model(spec, used=most_shared(spec))
+
+
+@pytest.mark.parametrize("leaf", ["document", "bias", "half bias", "kept table"])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_model_of_captured_reads(arch: int, leaf: str) -> None:
+    for kernel in KERNELS:
+        spec = spec_of(kernel, arch=arch, dim=64, leaf=leaf)
+        check_model(spec, used=most_shared(spec))
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_model_in_single_precision(arch: int, precision: str) -> None:
+    for kernel in KERNELS:
+        spec = spec_of(kernel, arch=arch, dim=64, v_dim=32, dtype="fp32", precision=precision)
+        check_model(spec, used=most_shared(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_model_of_all_that_is_tried(kernel: str, arch: int, dim: int, dtype: str) -> None:
+    tried = (*preferred(kernel, arch, dim, dtype), *preferred(kernel, arch, dim, dtype, timed=True))
+    for config in dict.fromkeys(tried):
+        spec = spec_of(kernel, arch=arch, dim=dim, dtype=dtype, config=config)
+        check_model(spec, used=most_shared(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warps, stages", [(4, 1), (4, 2), (4, 4), (8, 3)])
+@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_model_of_tiles_a_caller_may_ask_for(kernel: str, arch: int, warps: int, stages: int) -> None:
+    for (m, n), (qk_dim, v_dim) in itertools.product(((64, 32), (32, 64), (128, 128)), ((64, 128), (128, 64))):
+        spec = spec_of(kernel, arch=arch, dim=qk_dim, v_dim=v_dim, config=TileConfig(m, n, warps, stages))
+        if is_legal(spec.config, problem_of(spec)):
+            check_model(spec, used=most_shared(spec))
+
+
+# Whatever shared memory a device has, a legal configuration fits it: 64 KiB (gfx942, and sm_75's), 99 and 227.
+@pytest.mark.parametrize("kib", [64, 99, 227])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_legal_configurations_fit_the_device(kernel: str, kib: int) -> None:
+    target = replace(target_of({64: GFX942, 99: 89, 227: 90}[kib]), shared_bytes=kib * KIB)
+    for dim in (64, 128):
+        for config in preferred(kernel, target.arch, dim, target=target):
+            used = shared_of(replace(spec_of(kernel, arch=target.arch, dim=dim, config=config), target=target))
+            assert used <= kib * KIB, (config, used)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kib", [64, 99, 227])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256, 512])
+@pytest.mark.parametrize("arch", FAMILIES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_all_that_is_tried_fits_a_smaller_device(kernel: str, arch: int, dim: int, kib: int) -> None:
+    target = replace(target_of(arch), shared_bytes=kib * KIB)
+    if not _has_tiles(kernel, arch, dim, target):
+        return
+    for config in preferred(kernel, arch, dim, target=target, timed=True):
+        used = most_shared(replace(spec_of(kernel, arch=arch, dim=dim, config=config), target=target))
+        assert used <= kib * KIB, (config, used)
+
+
+def _has_tiles(kernel: str, arch: int, dim: int, target: object) -> bool:
+    """Whether any tile fits; head dims of 512 have none in 64 KiB, which is an error and not a kernel that fails later."""
+    from flexattn.errors import UnsupportedError
+
+    try:
+        return bool(preferred(kernel, arch, dim, target=target))  # type: ignore[arg-type]
+    except UnsupportedError:
+        assert dim == 512 and target.shared_bytes == 64 * KIB, "only the largest heads have no tile"  # type: ignore[attr-defined]
+        return False
 
 
 def test_there_is_a_configuration_for_every_head_dim_and_target() -> None:
-    kernels, arches, dims = ("forward", "dq", "dkdv"), (*ARCHES, 75), (4, 64, 100, 129, 256, 512)
-    for kernel, arch, dim, dtype in itertools.product(kernels, arches, dims, ("bf16", "fp32")):
+    arches, dims = (*NVIDIA, 75), (4, 64, 100, 129, 256, 512)
+    for kernel, arch, dim, dtype in itertools.product(KERNELS, arches, dims, ("bf16", "fp32")):
         found = preferred(kernel, arch, dim, dtype)
         assert 1 <= len(found) <= 3 and len(set(found)) == len(found)
