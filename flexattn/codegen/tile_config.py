@@ -75,7 +75,8 @@ class TileProblem:
 
 
 # (largest padded head dim, configurations), best first; 16-bit inputs. Rows below the first fitting one follow it.
-_WGMMA = {
+_Rows = tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...]
+_WGMMA: dict[str, _Rows] = {
     "forward": (
         (64, ((64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2))),
         (128, ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
@@ -95,7 +96,7 @@ _WGMMA = {
         (512, ((32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
     ),
 }
-_WGMMA_SCORED = {  # a score_mod's derivative takes registers that the larger tiles do not have
+_WGMMA_SCORED: dict[str, _Rows] = {  # a score_mod's derivative takes registers that the larger tiles do not have
     "forward": (),
     "dq": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))),),
     "dkdv": ((64, ((64, 64, 4, 2), (64, 64, 4, 3))), (128, ((32, 64, 4, 3), (32, 64, 4, 2)))),
@@ -105,11 +106,11 @@ _TCGEN05_LARGE = {  # of 256: 4 warps, or one stage more, spill hundreds of byte
     "dq": ((64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
     "dkdv": ((32, 64, 8, 1), (32, 32, 4, 1)),
 }
-_TCGEN05 = {
+_TCGEN05: dict[str, _Rows] = {
     kernel: tuple((pad, _TCGEN05_LARGE[kernel] if pad == 256 else configs) for pad, configs in rows)
     for kernel, rows in _WGMMA.items()
 }
-_MMA = {
+_MMA: dict[str, _Rows] = {
     "forward": (
         (64, ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
         (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))),
@@ -129,8 +130,9 @@ _MMA = {
         (512, ((16, 16, 4, 1),)),
     ),
 }
-_SINGLE = {  # float32: products run on ordinary arithmetic units, which hold whole rows of both operands in registers:
-    # small tiles lose little, compile fast and do not spill
+# float32: products run on ordinary arithmetic units, which hold whole rows of both operands in registers: small tiles lose
+# little, compile fast and do not spill
+_SINGLE: dict[str, _Rows] = {
     "forward": (
         (64, ((64, 32, 8, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
         (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
@@ -391,10 +393,11 @@ def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
 
 def _listed(problem: TileProblem) -> list[TileConfig]:
     """The preference list of this family, from the row of this head dim on."""
-    halves = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}[problem.target.family]
-    families = _SINGLE if problem.element_bytes == 4 else halves
-    scored = _WGMMA_SCORED if problem.has_score and families not in (_MMA, _SINGLE) else {}
-    preferences = (*scored.get(problem.kernel, ()), *families[problem.kernel])
+    by_family = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}
+    table = _SINGLE if problem.element_bytes == 4 else by_family[problem.target.family]
+    is_scored = problem.has_score and problem.element_bytes == 2 and problem.target.family != "mma"
+    scored = _WGMMA_SCORED[problem.kernel] if is_scored else ()
+    preferences: _Rows = (*scored, *table[problem.kernel])
     listed = [TileConfig(*c) for pad, configs in preferences if pad >= problem.pad for c in configs]
     gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128
     short = problem.is_short and problem.kernel == "forward"
