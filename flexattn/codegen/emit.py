@@ -207,8 +207,8 @@ def _builder_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int
         arguments.plain(UNSORTED="*i32", ROWS="*i32", lines="i32")
     elif spec.kernel == "block_map":
         trees = tuple(tree_type(spec.captures[slot]) for slot in spec.ranged)
-        arguments.plain(ROWS="*i32", EXTRA="*i32", OVERFLOW="*i32", trees=trees or ("i32",), trusted="i32", heads="i32")
-        arguments.plain(own_tile="i32", other_tile="i32", own_len="i32", other_len="i32", lines="i32")
+        arguments.plain(ROWS="*i32", EXTRA="*i32", NEEDED="*i32", WILD="*i32", trees=trees or ("i32",), heads="i32")
+        arguments.plain(own_tile="i32", other_tile="i32", own_len="i32", other_len="i32", lines="i32", room="i32")
         arguments.captures()
     else:
         (capture,) = spec.captures
@@ -241,7 +241,7 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     values: dict[str, Any] = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
         "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
-        "FOLD_SCALE": spec.fold_scale, "HAS_TABLE": spec.facts.has_table, "Q_LOAD": q, "K_LOAD": k,
+        "FOLD_SCALE": spec.fold_scale, "Q_LOAD": q, "K_LOAD": k,
         "V_LOAD": v, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
     }  # fmt: skip
     if spec.kernel == "forward":
@@ -259,4 +259,4 @@ def _builder_constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {}
     if spec.kernel == "order":
         return {"LINES_AT_ONCE": spec.config.BLOCK_M, "OTHERS": spec.config.BLOCK_N}
-    return {"IS_TRANSPOSED": spec.is_transposed, "SPANS": spec.spans}
+    return {"IS_TRANSPOSED": spec.is_transposed}

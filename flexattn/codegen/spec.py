@@ -70,13 +70,6 @@ class CaptureLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskFacts:
-    """What a kernel is told of the block mask: whether there is a span table at all."""
-
-    has_table: bool
-
-
-@dataclass(frozen=True, slots=True)
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
@@ -88,7 +81,6 @@ class KernelSpec:
     layouts: tuple[TensorLayout, ...]  # q, k, v, d_out (the last one also in the forward, equal to q's); or none
     score: Program | None = None
     mask: Program | None = None
-    facts: MaskFacts = MaskFacts(has_table=False)
     captures: tuple[CaptureLayout, ...] = ()  # of the score program, then of the mask program
     wide_numbers: tuple[bool, ...] = ()  # the same order; False for floats
     capture_grads: tuple[int, ...] = ()  # score program slots whose gradient the dq kernel sums
@@ -101,7 +93,6 @@ class KernelSpec:
     want_dv: bool = True
     has_d_lse: bool = False
     is_transposed: bool = False  # block_map: rows are tiles of keys
-    spans: int = 0  # block_map: of a kind that a row can hold
 
     @property
     def number_kinds(self) -> tuple[str, ...]:

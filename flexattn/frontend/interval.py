@@ -242,8 +242,8 @@ _SIZES = _GROWTH | _BITS | {"not": lambda a: a + 1}
 def may_wrap(body: Expr, numbers: tuple[int | float, ...], sizes: tuple[int, ...] | None = None) -> bool:
     """Whether 64-bit integers may wrap around, as in `q_idx + window` for a window of 2**63 - 1: then no order is known.
 
-    Indices count as below 2**31, and so do captured integers of fewer than 64 bits. `sizes` bounds the values of each captured
-    tensor; without it those of 64 bits may be anything.
+    Indices count as below 2**31, captured integers of fewer than 64 bits as the most that they can hold. `sizes` bounds the
+    values of each captured tensor; without it those of 64 bits may be anything.
     """
     wraps = False
 
@@ -256,7 +256,8 @@ def may_wrap(body: Expr, numbers: tuple[int | float, ...], sizes: tuple[int, ...
         if node.op == "load" and node.attr[2] == "int64":
             return 1 << 63 if sizes is None else sizes[node.attr[0]]
         if node.op in ("var", "load", "cast"):
-            return _TAME if node.op == "cast" else 1 << 31
+            is_unsigned = node.op == "load" and node.attr[2] == "uint32"
+            return _TAME if node.op == "cast" else 1 << 32 if is_unsigned else 1 << 31
         size = _SIZES[node.op](*args) if node.op in _SIZES else max(args)
         wraps = wraps or size > _LIMIT and node.op in _GROWTH
         return min(size, 1 << 63)

@@ -1,13 +1,17 @@
 """Span tables made on the device: a predicate mask and a tile size -> launches of the mask builder.
 
 Reads a BlockMask; makes the table that an attention kernel walks, by row or by column. The one idea: nothing waits for the
-device. A row that has more spans than its place in the table is kept as one partial span, which is right but slow; the device
-counts such rows, and once that count has arrived by itself, the next call makes a larger table.
+device. A row that has more spans than it has room for is kept as one partial span, which is right but slow; the device says
+how many it has, and once that has arrived by itself, the next table of such a mask is larger.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import threading
+from collections import deque
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +20,19 @@ from flexattn.codegen.emit import tree_type
 from flexattn.codegen.spec import KernelSpec, any_wide, capture_layout, wide_number
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig
-from flexattn.frontend.expr import topological
-from flexattn.frontend.interval import Tables, may_wrap
+from flexattn.frontend.expr import Expr, topological
+from flexattn.frontend.interval import may_wrap
 from flexattn.frontend.predicate_mask import PredicateMask
 from flexattn.frontend.program import Program
 from flexattn.runtime import device as devices
-from flexattn.runtime import stats
+from flexattn.runtime import kept, settings, stats
 from flexattn.runtime.compile import first_that_builds, flat_arguments
+from flexattn.runtime.validate import place_captures
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
 
-_GROWTH, _MOST_SPANS = 4, 1 << 12
+_MOST_BYTES = 1 << 28  # of the spans of one table; a row's room takes 16 bytes for each span of a kind
 _ORDER = TileConfig(64, 128, 4, 1)
 _ROW = TileConfig(64, 64, 1, 1)  # a row's program works on vectors of 64 lanes; the tiles themselves are arguments
 
@@ -41,13 +46,23 @@ class DeviceTable(NamedTuple):
     heads: int
 
 
-class _Entry(NamedTuple):
-    """A table that is kept: who made it and how many rows did not fit, known once `made` has passed."""
+class Built(NamedTuple):
+    """What the builder made.
+
+    Attributes:
+        table: right in any case.
+        room: spans of a kind that fit in a row.
+        needed: int32 [1] on the device: the most spans of a kind in a row that did not fit; 0 if all rows did.
+    """
 
     table: DeviceTable
-    spans: int
-    overflow: Tensor | None  # pinned copy of the device's count; None on a CPU
-    made: Any  # torch.cuda.Event
+    room: int
+    needed: Tensor
+
+    @property
+    def is_largest(self) -> bool:
+        """Whether rows may have no more room."""
+        return self.room >= _most_room(self.table.rows[..., 0].numel())
 
 
 def device_table(mask: BlockMask, config: TileConfig, *, transposed: bool) -> DeviceTable:
@@ -70,42 +85,93 @@ def device_table(mask: BlockMask, config: TileConfig, *, transposed: bool) -> De
         rows, extra = tiles.table(transposed)
         return DeviceTable(rows, extra, tiles.batch, tiles.heads)
     predicate.check_current()
-    key, spans = (config.BLOCK_M, config.BLOCK_N, transposed), usual_spans(predicate.traced.program)
-    entry = predicate.tables.get(key)
-    if entry is not None:
-        torch.cuda.current_stream(predicate.device).wait_event(entry.made)
-        if not _has_overflown(entry):
-            return entry.table
-        spans = entry.spans * _GROWTH
-    entry = _built(predicate, config, transposed, spans)
-    if predicate.reusable and not torch.cuda.is_current_stream_capturing():
-        predicate.tables[key] = entry
-    return entry.table
+    with devices.current(predicate.device):
+        return _table_on_device(predicate, config, transposed)
 
 
-def _has_overflown(entry: _Entry) -> bool:
-    """Whether rows did not fit, as far as the device has said; a deterministic run waits until it has."""
-    if entry.overflow is None or entry.spans >= _MOST_SPANS or torch.cuda.is_current_stream_capturing():
-        return False
-    if torch.are_deterministic_algorithms_enabled():
-        entry.made.synchronize()
-    return bool(entry.made.query()) and int(entry.overflow) > 0
+def _table_on_device(predicate: PredicateMask, config: TileConfig, transposed: bool) -> DeviceTable:
+    """The table that is kept, or where its rows turned out to need more room a larger one."""
+    assert predicate.traced is not None
+    program, key = predicate.traced.program, (config.BLOCK_M, config.BLOCK_N, transposed)
+    entry: _Entry | None = kept.find(predicate, key)
+    if entry is None or entry.is_outgrown():
+        room = _room_of(program, key, predicate.device)
+        if entry is not None and entry.report is not None:
+            room.reports.append(entry.report)
+        entry = _built(predicate, config, transposed, room)
+        while torch.are_deterministic_algorithms_enabled() and entry.is_outgrown():  # waits for the device
+            entry = _built(predicate, config, transposed, room)
+        kept.keep(predicate, key, entry)
+    return entry.built.table
 
 
-def _built(predicate: PredicateMask, config: TileConfig, transposed: bool, spans: int) -> _Entry:
+def _built(predicate: PredicateMask, config: TileConfig, transposed: bool, room: _Room) -> _Entry:
     device = predicate.device
-    with devices.current(device):
-        table, overflow = build_table(predicate, config, devices.target_for(device), transposed=transposed, spans=spans)
-        capturing, pinned = torch.cuda.is_current_stream_capturing(), None
-        if not capturing:
-            pinned = torch.empty(1, dtype=torch.int32, pin_memory=True)
-            pinned.copy_(overflow, non_blocking=True)
-        made = torch.cuda.Event()
-        made.record()
-        if torch.are_deterministic_algorithms_enabled() and not capturing:
-            entry = _Entry(table, spans, pinned, made)
-            return _built(predicate, config, transposed, spans * _GROWTH) if _has_overflown(entry) else entry
-    return _Entry(table, spans, pinned, made)
+    target, spans = devices.target_for(device), room.spans()
+    built = build_table(predicate, config, target, transposed=transposed, room=spans)
+    report = None if devices.is_capturing(device) else _Report(built.needed)
+    if report is not None:
+        room.reports.append(report)
+    return _Entry(built, report)
+
+
+# ---------------------------------------------------------------- room for spans
+class _Report:
+    """How many spans the rows that did not fit have: 0 until the device has said so, and where all fit."""
+
+    def __init__(self, needed: Tensor) -> None:
+        self._needed = torch.empty(1, dtype=torch.int32, pin_memory=True)
+        self._needed.copy_(needed, non_blocking=True)
+        self._arrived, self._spans = torch.cuda.Event(), -1
+        self._arrived.record(torch.cuda.current_stream(needed.device))
+        self._device = needed.device
+
+    def spans(self) -> int:
+        """As far as is known; a deterministic run waits until it is."""
+        if self._spans < 0 and not devices.is_capturing(self._device):  # a capture may not ask
+            if torch.are_deterministic_algorithms_enabled():
+                self._arrived.synchronize()
+            if self._arrived.query():
+                self._spans = int(self._needed)
+        return max(self._spans, 0)
+
+
+class _Entry(NamedTuple):
+    """A table that is kept, and what the device says of it; None while a CUDA graph is captured."""
+
+    built: Built
+    report: _Report | None
+
+    def is_outgrown(self) -> bool:
+        """Whether rows are known not to fit, though they could."""
+        if self.report is None or self.report.spans() <= self.built.room:
+            return False
+        if self.built.is_largest:
+            _say_too_many(self.report.spans(), self.built.room)
+        return not self.built.is_largest
+
+
+class _Room:
+    """How much room the tables of one structure get: what the tables made lately turned out to need."""
+
+    def __init__(self, usual: int) -> None:
+        self.reports: deque[_Report] = deque(maxlen=8)
+        self._spans = usual
+
+    def spans(self) -> int:
+        """In powers of two, never less than before."""
+        most = max((r.spans() for r in tuple(self.reports)), default=0)
+        self._spans = max(self._spans, 1 << (most - 1).bit_length() if most else 0)
+        return self._spans
+
+
+_ROOMS: dict[Hashable, _Room] = {}
+_LOCK = threading.Lock()
+
+
+def _room_of(program: Program, key: Hashable, device: torch.device) -> _Room:
+    with _LOCK:
+        return _ROOMS.setdefault((program, key, device), _Room(usual_spans(program)))
 
 
 def usual_spans(program: Program) -> int:
@@ -114,9 +180,23 @@ def usual_spans(program: Program) -> int:
     return 32 if ops & {"mod", "floordiv", "rshift", "lshift"} else 8 if "load" in ops else 4
 
 
+def _most_room(lines: int) -> int:
+    return max(1, _MOST_BYTES // (16 * max(lines, 1)))
+
+
+def _say_too_many(spans: int, room: int) -> None:
+    settings.warn_once(
+        f"span table {room}",
+        f"flexattn: a row of a mask has {spans} runs of tiles and its table room for {room}; such rows are treated as one "
+        "run from their first tile to their last, which is right but slower. Larger tiles make fewer runs",
+        settings.FlexPerformanceWarning,
+    )
+
+
+# ---------------------------------------------------------------- launches
 def build_table(
-    predicate: PredicateMask, config: TileConfig, target: Target, *, transposed: bool, spans: int
-) -> tuple[DeviceTable, Tensor]:
+    predicate: PredicateMask, config: TileConfig, target: Target, *, transposed: bool, room: int
+) -> Built:
     """Launches the builder.
 
     Args:
@@ -124,45 +204,40 @@ def build_table(
         config: the tiles.
         target: where it runs; the interpreter takes CPU tensors.
         transposed: rows are tiles of keys.
-        spans: room for spans of a kind in a row.
+        room: spans of a kind that a row shall have room for; fewer where the table would be too large.
 
     Returns:
-        (table, int32 [1] count of rows that had more spans than fit).
+        The table, the room its rows have and, on the device, how much they needed.
     """
     traced, device = predicate.traced, predicate.device
     assert traced is not None
-    program, binding = traced
+    program, numbers = traced.program, traced.binding.numbers
+    captures = place_captures(traced, device, "mask_mod")
     (batch, heads), (q_len, kv_len) = predicate.shared_sizes, predicate.lengths
     own, other = (kv_len, q_len) if transposed else (q_len, kv_len)
     own_tile, other_tile = (config.BLOCK_N, config.BLOCK_M) if transposed else (config.BLOCK_M, config.BLOCK_N)
-    lines = -(-own // own_tile)
-    count = batch * heads * lines
-    while count * 2 * spans >= 1 << 31:
-        spans //= 2
-    layouts = tuple(capture_layout(c) for c in binding.captures)
+    groups, lines = batch * heads, -(-own // own_tile)
+    room = min(room, _most_room(groups * lines))
     spec = KernelSpec(
-        kernel="block_map", target=target, config=_ROW, qk_dim=0, v_dim=0,
-        layouts=(), mask=program, captures=layouts, wide_numbers=tuple(wide_number(n) for n in binding.numbers),
-        wide_lengths=any_wide((batch, heads, q_len, kv_len)), is_transposed=transposed, spans=spans,
+        kernel="block_map", target=target, config=_ROW, qk_dim=0, v_dim=0, layouts=(), mask=program,
+        captures=tuple(capture_layout(c) for c in captures), wide_numbers=tuple(wide_number(n) for n in numbers),
+        wide_lengths=any_wide((batch, heads, q_len, kv_len)), is_transposed=transposed,
     )  # fmt: skip
     _, kernel = first_that_builds([spec], device)
-    new = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)
-    unsorted, rows, extra = (
-        new(batch * heads, lines, 12),
-        new(batch * heads, lines, 12),
-        new(max(1, count * 2 * spans), 2),
-    )
-    overflow = torch.zeros(1, dtype=torch.int32, device=device)
+    unsorted, rows = (torch.empty(groups, lines, 12, dtype=torch.int32, device=device) for _ in range(2))
+    extra = torch.empty(max(1, groups * lines * 2 * room), 2, dtype=torch.int32, device=device)
+    counts = torch.zeros(2, dtype=torch.int32, device=device)  # of spans; the other one stays 0
+    wild = _wild(predicate, captures)
+    trees = tuple(_tree(predicate, slot, captures[slot], target) for slot in spec.ranged)
     arguments = {
-        "ROWS": unsorted, "EXTRA": extra, "OVERFLOW": overflow, "caps": flat_arguments(binding.captures, binding.numbers),
-        "trees": tuple(_tree(predicate, slot, target) for slot in spec.ranged) or (0,), "heads": heads,
-        "trusted": int(_is_trusted(predicate)), "own_tile": own_tile, "other_tile": other_tile,
-        "own_len": own, "other_len": other, "lines": lines,
+        "ROWS": unsorted, "EXTRA": extra, "NEEDED": counts[:1], "WILD": counts[1:] if wild is None else wild,
+        "caps": flat_arguments(captures, numbers), "trees": trees or (0,), "heads": heads, "own_tile": own_tile,
+        "other_tile": other_tile, "own_len": own, "other_len": other, "lines": lines, "room": room,
     }  # fmt: skip
-    kernel(count, arguments, device=device)
+    kernel(groups * lines, arguments, device=device)
     _order(unsorted, rows, target)
     stats.record_device_table()
-    return DeviceTable(rows, extra, batch, heads), overflow
+    return Built(DeviceTable(rows, extra, batch, heads), room, counts[:1])
 
 
 def _order(unsorted: Tensor, rows: Tensor, target: Target) -> None:
@@ -174,26 +249,9 @@ def _order(unsorted: Tensor, rows: Tensor, target: Target) -> None:
     kernel(programs, {"UNSORTED": unsorted, "ROWS": rows, "lines": lines}, device=rows.device)
 
 
-def _is_trusted(predicate: PredicateMask) -> bool:
-    """Whether no integer of the mask may wrap around, so that bounds hold."""
-    assert predicate.traced is not None
-    (program, binding), device = predicate.traced, predicate.device
-    if not may_wrap(program.body, binding.numbers):
-        return True
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # the captured values cannot be looked at now
-    return not Tables(binding).may_wrap(program.body)
-
-
-def _tree(predicate: PredicateMask, slot: int, target: Target) -> Tensor:
+def _tree(predicate: PredicateMask, slot: int, capture: Tensor, target: Target) -> Tensor:
     """Least and greatest elements over ranges of a captured tensor, made once a mask."""
-    tree = predicate.tables.get(("tree", slot))
-    if tree is None:
-        assert predicate.traced is not None
-        tree = build_tree(predicate.traced.binding.captures[slot], target)
-        if predicate.reusable and not (tree.is_cuda and torch.cuda.is_current_stream_capturing()):
-            predicate.tables["tree", slot] = tree
-    return tree
+    return kept.once(predicate, ("tree", slot), lambda: build_tree(capture, target))
 
 
 def build_tree(tensor: Tensor, target: Target) -> Tensor:
@@ -216,4 +274,34 @@ def build_tree(tensor: Tensor, target: Target) -> Tensor:
     return tree
 
 
-__all__ = ["DeviceTable", "build_table", "build_tree", "device_table", "usual_spans"]
+# ---------------------------------------------------------------- integers that wrap around
+def _wild(predicate: PredicateMask, captures: tuple[Tensor, ...]) -> Tensor | None:
+    """int32 [1] on the device: not 0 where integers of the mask may wrap around, so that bounds say nothing; None where
+    they cannot, whatever is captured."""
+    assert predicate.traced is not None
+    program, binding = predicate.traced
+    if not may_wrap(program.body, binding.numbers):
+        return None
+    bits = _safe_bits(program.body, binding.numbers, len(captures))
+    return kept.once(predicate, "wild", lambda: _any_larger(captures, bits, predicate.device))
+
+
+@lru_cache(maxsize=4096)
+def _safe_bits(body: Expr, numbers: tuple[int | float, ...], captures: int) -> int:
+    """The most bits that captured 64-bit integers may have without a wrap; 0 if 31 are too many."""
+    fitting = (n for n in range(62, 30, -1) if not may_wrap(body, numbers, (1 << n,) * captures))
+    return next(fitting, 0)
+
+
+def _any_larger(captures: tuple[Tensor, ...], bits: int, device: torch.device) -> Tensor:
+    if not bits:
+        return torch.ones(1, dtype=torch.int32, device=device)
+    larger = torch.zeros(1, dtype=torch.int32, device=device)
+    for tensor in captures:
+        if tensor.dtype == torch.int64 and tensor.numel():
+            least, greatest = torch.aminmax(tensor.detach())
+            larger += (least < -(1 << bits)) | (greatest > 1 << bits)
+    return larger
+
+
+__all__ = ["Built", "DeviceTable", "build_table", "build_tree", "device_table", "usual_spans"]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flexattn.codegen.spec import (
     KernelSpec,
-    MaskFacts,
     TensorLayout,
     any_wide,
     capture_layout,
@@ -120,7 +119,6 @@ def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None
         "layouts": (q_layout, tensor_layout(k), tensor_layout(v), d_out or q_layout),
         "score": plan.score,
         "mask": plan.mask,
-        "facts": MaskFacts(problem.block_mask is not None),
         "captures": tuple(capture_layout(c) for c in captures),
         "wide_numbers": tuple(wide_number(n) for n in numbers),
         "fold_scale": plan.score is None and problem.scale > 0 and q.dtype != torch.float32,

@@ -38,7 +38,10 @@ def target_for(device: torch.device) -> Target:
 
 def is_capturing(device: torch.device) -> bool:
     """True while a CUDA graph is captured on the device's current stream: what runs now is recorded, not done."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with current(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexattn.codegen.spec import KernelSpec, fresh_layout, tensor_layout
 from flexattn.codegen.tile_config import delta_config, padded
 from flexattn.runtime import device as devices
-from flexattn.runtime.block_map import device_table
+from flexattn.runtime.block_map import table_of
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
 from flexattn.runtime.compile import first_that_builds, flat_arguments
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order
@@ -50,7 +50,6 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         walk = _walk(problem, chosen, pairs, transposed=False)
         results = {"OUT": out, "out_strides": out.stride(), "LSE": lse, "MAX": lse if peaks is None else peaks}
         arguments = {**_inputs(problem), **walk, **results}
-        _table_stand_in(arguments, lse)
         chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
         return out, lse, peaks
 
@@ -100,7 +99,7 @@ def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
         return
     for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
         for config in likely_tiles(problem, plan, kernel):
-            device_table(problem.block_mask, config, transposed=kernel == "dkdv")
+            table_of(problem, config, transposed=kernel == "dkdv")
 
 
 # ---------------------------------------------------------------- arguments
@@ -127,9 +126,7 @@ def _walk(problem: Problem, chosen: Chosen, pairs: int, *, transposed: bool) -> 
     lines = -(-length // tile)
     walk: dict[str, Any] = {"pairs": pairs, "lines": lines, "batch_step": 0, "head_step": 0}
     walk["swizzle"] = _swizzle(problem, pairs, lines, transposed)
-    if problem.block_mask is None:
-        return walk
-    rows, extra, batch, heads = device_table(problem.block_mask, config, transposed=transposed)
+    rows, extra, batch, heads = table_of(problem, config, transposed=transposed)
     if transposed and (heads > 1 or batch > 1) and pairs != q.shape[0] * q.shape[1]:
         order = rows[:, :, 0].argsort(1)  # programs that sum over several lines need one order of tiles in all of them
         rows = rows.gather(1, order[:, :, None].expand(rows.shape))
@@ -146,12 +143,6 @@ def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
     fitting = devices.target_for(q.device).l2_bytes // 2 // max(streamed, 1)
     together = max(1, fitting) * (1 if transposed else group)
     return max(1, min(pairs, together, _LINE_LIMIT // max(lines, 1)))
-
-
-def _table_stand_in(arguments: dict[str, Any], anything: Tensor) -> None:
-    """Pointers a kernel without a table does not read."""
-    arguments.setdefault("ROWS", anything)
-    arguments.setdefault("EXTRA", anything)
 
 
 # ---------------------------------------------------------------- backward kernels
@@ -193,7 +184,6 @@ def run_dq(
         walk = _walk(problem, chosen, pairs, transposed=False)
         target = q if dq is None else dq
         arguments = {**common, **walk, "DQ": target, "dq_strides": target.stride(), "sums": sums or (0,)}
-        _table_stand_in(arguments, common["DELTA"])
         chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
         return dq, sums
 
@@ -221,7 +211,6 @@ def run_dkdv(
             **common, **walk, "DK": dk_target, "DV": dv_target, "dk_strides": dk_target.stride(),
             "dv_strides": dv_target.stride(), "repeats": repeats,
         }  # fmt: skip
-        _table_stand_in(arguments, common["DELTA"])
         chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
         return dk, dv
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flexattn.codegen.emit import emit
-from flexattn.codegen.spec import KernelSpec, MaskFacts, TensorLayout, capture_layout, wide_number
+from flexattn.codegen.spec import KernelSpec, TensorLayout, capture_layout, wide_number
 from flexattn.codegen.target import GFX942, Target, target_of
 from flexattn.codegen.tile_config import TileConfig, TileProblem, candidates, delta_config, padded, tile_problem, trials
 from flexattn.frontend.trace import Traced, trace
@@ -63,7 +63,7 @@ def spec_of(
     return KernelSpec(
         kernel=kernel, target=target_of(arch), config=config or preferred(kernel, arch, dim, dtype, leaf)[0], qk_dim=dim,
         v_dim=v_dim or dim, layouts=(layout,) * 4, score=score and score.program, mask=mask and mask.program,
-        facts=MaskFacts(mask is not None), captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
+        captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
         wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), capture_grads=capture_grads,
         fold_scale=score is None and dtype != "fp32", precision=precision,
     )  # fmt: skip

@@ -61,16 +61,16 @@ def _score_gradient(grad, natural, modified, batch, head, q_idx, kv_idx, caps, I
 
 
 @triton.jit
-def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, tile, k_strides, v_strides, caps, sums, scale,
+def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums, scale,
               factor, batch, head, group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
               MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
               V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DQ: tl.constexpr,
+              BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_DQ: tl.constexpr,
               K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every key tile of one kind to dq [M, QK] and to the sums of captured tensors."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     kv_head = head // group
-    spans, start, stop, more = tiles.first_span(line, tile, q_len, kv_len, KIND, HAS_TABLE, BLOCK_M, BLOCK_N)
+    spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(0, spans):
         if span > 0:
             start = tl.load(EXTRA + 2 * (more + span - 1))
@@ -105,7 +105,7 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
                           batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
                           SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
                           V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr,
+                          BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr,
                           WANT_DQ: tl.constexpr, Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr,
                           V_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr,
                           UPCAST: tl.constexpr):
@@ -114,8 +114,7 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
     batch = pair // q_heads
     head = pair % q_heads
     line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
-    tile = tiles.line_tile(line, rank, HAS_TABLE)
-    first = tile * BLOCK_M
+    first = tl.load(line) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
     q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD, True)
     d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, D_OUT_LOAD, True)
@@ -124,28 +123,28 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
     delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     dq = tl.zeros([BLOCK_M, QK_PAD], tl.float32)
-    dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+    dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
-                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
+                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
                    WANT_DQ, K_LOAD, V_LOAD, PRECISION, UPCAST)
-    dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, tile, k_strides, v_strides, caps, sums,
+    dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
-                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE,
+                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
                    WANT_DQ, K_LOAD, V_LOAD, PRECISION, UPCAST)
     if WANT_DQ:
         tiles.store_tile(DQ, dq_strides, batch, head, first, q_len, dq * scale, BLOCK_M, QK_DIM, QK_PAD)
 
 
 @triton.jit
-def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, tile, q_strides, d_out_strides,
+def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, q_strides, d_out_strides,
                 caps, scale, factor, batch, head, kv_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
                 MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                 QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+                FOLD_SCALE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
                 Q_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every query tile of one kind to dk [N, QK] and dv [N, V]; scores are transposed, [N, M]."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
-    spans, start, stop, more = tiles.first_span(line, tile, kv_len, q_len, KIND, HAS_TABLE, BLOCK_N, BLOCK_M)
+    spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(0, spans):
         if span > 0:
             start = tl.load(EXTRA + 2 * (more + span - 1))
@@ -185,7 +184,7 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
                             pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr,
                             MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                             QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                            FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_DK: tl.constexpr,
+                            FOLD_SCALE: tl.constexpr, WANT_DK: tl.constexpr,
                             WANT_DV: tl.constexpr, Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr,
                             V_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr,
                             UPCAST: tl.constexpr):
@@ -198,8 +197,7 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
     kv_batch = pair // kv_heads
     kv_head = pair % kv_heads
     line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
-    tile = tiles.line_tile(line, rank, HAS_TABLE)
-    first = tile * BLOCK_N
+    first = tl.load(line) * BLOCK_N
     kv_idx = (first + tl.arange(0, BLOCK_N))[:, None]
     k = tiles.load_tile(K, k_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, K_LOAD, True)
     v = tiles.load_tile(V, v_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, V_LOAD, True)
@@ -219,15 +217,15 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
             part_dk = dk
             part_dv = dv
         part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, Q, D_OUT, ROW_LSE + row_offset,
-                                       DELTA + row_offset, line, EXTRA, tile, q_strides, d_out_strides, caps, scale,
+                                       DELTA + row_offset, line, EXTRA, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
                                        SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                                       HAS_TABLE, WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
+                                       WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
         part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, Q, D_OUT, ROW_LSE + row_offset,
-                                       DELTA + row_offset, line, EXTRA, tile, q_strides, d_out_strides, caps, scale,
+                                       DELTA + row_offset, line, EXTRA, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
                                        SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                                       HAS_TABLE, WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
+                                       WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
         if BY_HEAD:
             dk += part_dk
             dv += part_dv

@@ -25,7 +25,7 @@ def range_leaves(DATA, TREE, length, IS_WIDE: tl.constexpr):
     value = tl.load(DATA + kept, mask=kept >= 0, other=0).to(TREE.dtype.element_ty)
     least = tl.min(value, 1)
     greatest = tl.max(value, 1)
-    count = (length + 63) // 64
+    count = tl.maximum((length - 1) // 64, 0) + 1  # an empty tensor has one node too, of 0
     offset = count * 0
     first = tl.program_id(0) * 64
     SIZE: tl.constexpr = 64
@@ -44,7 +44,7 @@ def range_leaves(DATA, TREE, length, IS_WIDE: tl.constexpr):
 @triton.jit
 def range_upper(TREE, length):
     """The levels above: one program, level by level."""
-    count = (length + 63) // 64
+    count = (length - 1) // 64 + 1
     offset = count * 0
     for _level in tl.static_range(3):
         offset += count
@@ -65,6 +65,13 @@ def range_upper(TREE, length):
 
 
 # ---------------------------------------------------------------- deciding
+@triton.jit
+def _extent(block, blocks, tile, length):
+    """First and last index of a block, of the last one for those behind it; no sum passes the length."""
+    lo = tl.minimum(block, blocks - 1) * tile
+    return lo, lo + tl.minimum(length - lo, tile) - 1
+
+
 @triton.jit
 def _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
     """(must, may) of boxes [own_lo, own_hi] x [lo, hi] as 0 and 1 in the shape of lo; undecided where not trusted."""
@@ -110,11 +117,8 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
            MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
     """(full, partial) of 64 blocks, each 0 or 1; blocks past the end are neither, one that a length cuts is never full."""
     lane = tl.arange(0, STRIP)
-    block = strip * STRIP + lane
-    valid = tl.where(block < cols, 1, 0)
-    lo = tl.minimum(block * other_tile, other_len - 1)
-    hi = tl.minimum(block * other_tile + other_tile, other_len) - 1
-    hi = tl.maximum(hi, lo)
+    valid = tl.where(lane < cols - strip * STRIP, 1, 0)
+    lo, hi = _extent(strip * STRIP + lane, cols, other_tile, other_len)
     must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, MASK_BOUNDS, IS_TRANSPOSED)
     some = must * valid
     hole = some * 0
@@ -130,20 +134,19 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
         left = tl.sum(todo, 0)
         while left > 0:
             at = tl.min(tl.where(todo > 0, lane, STRIP), 0)
-            first = (strip * STRIP + at) * other_tile
-            last = tl.minimum(first + other_tile, other_len) - 1
+            first, last = _extent(strip * STRIP + at, cols, other_tile, other_len)
             is_kept, is_dropped = _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD, IS_TRANSPOSED)
             some = tl.where(lane == at, is_kept, some)
             hole = tl.where(lane == at, is_dropped, hole)
             todo = tl.where(lane == at, 0, todo)
             left -= 1
-    whole = (1 - hole) * (1 - is_cut) * tl.where(block * other_tile + other_tile <= other_len, 1, 0)
+    whole = (1 - hole) * (1 - is_cut) * tl.where(hi - lo == other_tile - 1, 1, 0)
     return some * whole, some * (1 - whole)
 
 
 # ---------------------------------------------------------------- runs
 @triton.jit
-def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, start, stop, blocks, SPANS: tl.constexpr):
+def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, start, stop, blocks, room):
     """Walks lanes begin .. end of one kind's states: each change is an end of a span, kept in order at SPOT."""
     inside = (lane >= begin) & (lane < end)
     states = tl.where(inside, states, 0)
@@ -154,7 +157,7 @@ def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, sta
     position = first_block + lane * unit
     if found > 0:
         order = ends + tl.cumsum(change, 0) - change
-        tl.store(SPOT + order, position, mask=(change > 0) & (order < 2 * SPANS))
+        tl.store(SPOT + order, position, mask=(change > 0) & (order < 2 * room))
         start += tl.sum(tl.where((change > 0) & (order == 0), position, 0), 0)
         stop += tl.sum(tl.where((change > 0) & (order == 1), position, 0), 0)
     blocks += tl.sum(states, 0) * unit
@@ -163,37 +166,48 @@ def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, sta
 
 
 @triton.jit
-def block_map(ROWS, EXTRA, OVERFLOW, caps, trees, trusted, heads, own_tile, other_tile, own_len, other_len, lines,
-              MASK_MOD: tl.constexpr, MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr, SPANS: tl.constexpr):
-    """One unsorted row of the table; grid: groups * lines programs. A row of more than SPANS spans of a kind becomes one
-    partial span from its first to its last block, which is always right, and is counted."""
+def _closed(SPOT, cols, is_on, ends, stop, room):
+    """(ends, stop of the first span) once the row is over: a span that is open reaches its end."""
+    if is_on > 0:
+        tl.store(SPOT + ends, cols, mask=ends < 2 * room)
+        stop = tl.where(ends == 1, cols, stop)
+        ends += 1
+    return ends, stop
+
+
+@triton.jit
+def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_tile, own_len, other_len, lines, room,
+              MASK_MOD: tl.constexpr, MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+    """One unsorted row of the table; grid: groups * lines programs.
+
+    A row of more than `room` spans of a kind becomes one partial span from its first to its last block, which is always
+    right, and NEEDED learns how many it has. Where WILD is not 0 integers of the mask may wrap around, and bounds say
+    nothing."""
     line = tl.program_id(0) % lines
     group = tl.program_id(0) // lines
     b = group // heads
     h = group % heads
-    own_lo = line * own_tile
-    own_hi = tl.minimum(own_lo + own_tile, own_len) - 1
-    is_cut = tl.where(own_lo + own_tile > own_len, 1, 0)
-    cols = (other_len + other_tile - 1) // other_tile
-    strips = (cols + STRIP - 1) // STRIP
+    trusted = tl.where(tl.load(WILD) == 0, 1, 0)
+    own_lo, own_hi = _extent(line, lines, own_tile, own_len)
+    is_cut = tl.where(own_hi - own_lo < own_tile - 1, 1, 0)
+    cols = (other_len - 1) // other_tile + 1
+    strips = (cols - 1) // STRIP + 1
     lane = tl.arange(0, STRIP)
-    at = tl.program_id(0).to(tl.int64) * (4 * SPANS)
-    SPOT = EXTRA + at
+    at = tl.program_id(0).to(tl.int64) * (4 * room)
+    F_SPOT = EXTRA + at
+    P_SPOT = F_SPOT + 2 * room
     zero = line * 0
     f_on, f_ends, f_start, f_stop, f_blocks = zero, zero, zero, zero, zero
     p_on, p_ends, p_start, p_stop, p_blocks = zero, zero, zero, zero, zero
     least, most = zero + 2147483647, zero
     for top in range(0, strips, STRIP):
-        strip = top + lane
-        lo = tl.minimum(strip * (STRIP * other_tile), other_len - 1)
-        hi = tl.maximum(tl.minimum((strip + 1) * (STRIP * other_tile), other_len) - 1, lo)
+        count = tl.minimum(strips - top, STRIP)
+        lo, hi = _extent(top + lane, strips, STRIP * other_tile, other_len)
         must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, MASK_BOUNDS,
                             IS_TRANSPOSED)
-        complete = tl.where((strip + 1) * (STRIP * other_tile) <= other_len, 1, 0)  # the last strip is looked at by block
-        whole = must * complete
-        undecided = may * (1 - whole) * tl.where(strip < strips, 1, 0)
+        whole = must * tl.where(hi - lo == STRIP * other_tile - 1, 1, 0)  # one that a length cuts is looked at by block
+        undecided = may * (1 - whole)
         here = zero
-        count = tl.minimum(strips - top, STRIP)
         while here < count:
             begin = here
             end = tl.min(tl.where((undecided > 0) & (lane >= here) & (lane < count), lane, count), 0)
@@ -211,24 +225,19 @@ def block_map(ROWS, EXTRA, OVERFLOW, caps, trees, trusted, heads, own_tile, othe
                 here += 1
             else:
                 here = end
-            f_on, f_ends, f_start, f_stop, f_blocks = _changes(SPOT, full, lane, begin, end, first_block, unit, f_on, f_ends,
-                                                               f_start, f_stop, f_blocks, SPANS)
-            p_on, p_ends, p_start, p_stop, p_blocks = _changes(SPOT + 2 * SPANS, partial, lane, begin, end, first_block, unit,
-                                                               p_on, p_ends, p_start, p_stop, p_blocks, SPANS)
+            f_on, f_ends, f_start, f_stop, f_blocks = _changes(F_SPOT, full, lane, begin, end, first_block, unit, f_on,
+                                                               f_ends, f_start, f_stop, f_blocks, room)
+            p_on, p_ends, p_start, p_stop, p_blocks = _changes(P_SPOT, partial, lane, begin, end, first_block, unit, p_on,
+                                                               p_ends, p_start, p_stop, p_blocks, room)
             seen = (full + partial > 0) & (lane >= begin) & (lane < end)
             position = first_block + lane * unit
             least = tl.minimum(least, tl.min(tl.where(seen, position, 2147483647), 0))
             most = tl.maximum(most, tl.max(tl.where(seen, position + unit, 0), 0))
-    if f_on > 0:  # the last span reaches the end of the row
-        tl.store(SPOT + f_ends, cols, mask=f_ends < 2 * SPANS)
-        f_stop = tl.where(f_ends == 1, cols, f_stop)
-        f_ends += 1
-    if p_on > 0:
-        tl.store(SPOT + 2 * SPANS + p_ends, cols, mask=p_ends < 2 * SPANS)
-        p_stop = tl.where(p_ends == 1, cols, p_stop)
-        p_ends += 1
-    if (f_ends > 2 * SPANS) | (p_ends > 2 * SPANS):
-        tl.atomic_add(OVERFLOW, 1)
+    f_ends, f_stop = _closed(F_SPOT, cols, f_on, f_ends, f_stop, room)
+    p_ends, p_stop = _closed(P_SPOT, cols, p_on, p_ends, p_stop, room)
+    spans = tl.maximum(f_ends, p_ends) // 2
+    if spans > room:
+        tl.atomic_max(NEEDED, spans)
         f_blocks, f_ends, f_start, f_stop = zero, zero, zero, zero
         p_blocks, p_ends, p_start, p_stop = tl.minimum(most, cols) - least, zero + 2, least, tl.minimum(most, cols)
     ROW = ROWS + tl.program_id(0).to(tl.int64) * ROW_INTS
@@ -243,7 +252,7 @@ def block_map(ROWS, EXTRA, OVERFLOW, caps, trees, trusted, heads, own_tile, othe
     tl.store(ROW + 7, p_start)
     tl.store(ROW + 8, p_stop)
     tl.store(ROW + 9, first_extra + 1)
-    tl.store(ROW + 10, first_extra + SPANS + 1)
+    tl.store(ROW + 10, first_extra + room + 1)
     tl.store(ROW + 11, 0)
 
 

@@ -11,15 +11,15 @@ from flexattn.codegen.skeletons import softmax, tiles
 
 
 @triton.jit
-def _sweep(acc, peak, total, q, K, V, line, EXTRA, tile, k_strides, v_strides, caps, scale, factor, batch, head,
+def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale, factor, batch, head,
            group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
            QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, K_LOAD: tl.constexpr,
+           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, K_LOAD: tl.constexpr,
            V_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every tile of one kind (full or partial) to the running rows of this program."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     kv_head = head // group
-    spans, start, stop, more = tiles.first_span(line, tile, q_len, kv_len, KIND, HAS_TABLE, BLOCK_M, BLOCK_N)
+    spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(0, spans):
         if span > 0:
             start = tl.load(EXTRA + 2 * (more + span - 1))
@@ -48,7 +48,7 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
                       q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                       SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                       QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      FOLD_SCALE: tl.constexpr, HAS_TABLE: tl.constexpr, WANT_MAX: tl.constexpr,
+                      FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr,
                       Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, PRECISION: tl.constexpr,
                       UPCAST: tl.constexpr):
     """One query tile of one (batch, head) pair; grid: pairs * lines programs."""
@@ -56,21 +56,20 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
     batch = pair // q_heads
     head = pair % q_heads
     line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
-    tile = tiles.line_tile(line, rank, HAS_TABLE)
-    first = tile * BLOCK_M
+    first = tl.load(line) * BLOCK_M
     q_idx = (first + tl.arange(0, BLOCK_M))[:, None]
     q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD, True)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, tile, k_strides, v_strides, caps, scale,
+    acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
                               factor, batch, head, group, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE, K_LOAD, V_LOAD,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, K_LOAD, V_LOAD,
                               PRECISION, UPCAST)
-    acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, tile, k_strides, v_strides, caps, scale,
+    acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
                               factor, batch, head, group, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, HAS_TABLE, K_LOAD, V_LOAD,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, K_LOAD, V_LOAD,
                               PRECISION, UPCAST)
     safe = tl.where(total == 0.0, 1.0, total)[:, None]  # an empty row is 0 / 1
     if q.dtype == tl.float32:

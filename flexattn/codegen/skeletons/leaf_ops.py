@@ -190,8 +190,8 @@ def over_range(TREE, first, last, length, IS_LEAST: tl.constexpr):
     span = last - first
     shift = span * 0 + 6
     offset = span * 0
-    count = (length + 63) >> 6
-    for level in tl.static_range(12):
+    count = ((length - 1) >> 6) + 1
+    for level in tl.static_range(12 if span.dtype == tl.int32 else 20):
         is_longer = span >= (192 << (2 * level))
         shift += tl.where(is_longer, 2, 0)
         offset += tl.where(is_longer, count, 0)

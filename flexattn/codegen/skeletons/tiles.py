@@ -33,32 +33,9 @@ def table_line(ROWS, batch, head, rank, lines, batch_step, head_step):
 
 
 @triton.jit
-def line_tile(line, rank, HAS_TABLE: tl.constexpr):
-    """Number of the tile a table row describes."""
-    if HAS_TABLE:
-        return tl.load(line)
-    else:
-        return rank
-
-
-@triton.jit
-def first_span(line, tile, own_len, other_len, KIND: tl.constexpr, HAS_TABLE: tl.constexpr, OWN: tl.constexpr,
-               OTHER: tl.constexpr):
-    """(spans, start, stop, offset of further spans) of one kind. Without a table everything is kept: a tile is partial
-    when a length cuts it, so the last own tile is all partial and any other one has at most a partial end."""
-    if HAS_TABLE:
-        spans = tl.load(line + 3 + KIND)
-        start = tl.load(line + 5 + 2 * KIND)
-        stop = tl.load(line + 6 + 2 * KIND)
-        more = tl.load(line + 9 + KIND)
-        return spans, start, stop, more
-    else:
-        whole = tl.where((tile + 1) * OWN <= own_len, other_len // OTHER, 0)
-        if KIND == 0:
-            return tl.minimum(whole, 1), whole * 0, whole, whole * 0
-        else:
-            stop = (other_len + OTHER - 1) // OTHER
-            return tl.minimum(stop - whole, 1), whole, stop, whole * 0
+def first_span(line, KIND: tl.constexpr):
+    """(spans, start, stop, offset of further spans) of one kind in a table row."""
+    return tl.load(line + 3 + KIND), tl.load(line + 5 + 2 * KIND), tl.load(line + 6 + 2 * KIND), tl.load(line + 9 + KIND)
 
 
 @triton.jit
