@@ -262,7 +262,9 @@ def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> in
     the loop, so a tile that a later product reads again has one more."""
     stages, kernel = config.num_stages, problem.kernel
     if stages == 1:
-        return max(sides.first, sides.second) if kernel == "forward" else sides.streamed
+        is_split = problem.target.family == "tcgen05" and config.num_warps >= 8 and config.BLOCK_M >= 128
+        split = 512 * config.num_warps if is_split else 0  # a part of the probabilities, between halves of the columns
+        return max(sides.first, sides.second) + split if kernel == "forward" else sides.streamed
     again = 0
     if problem.target.family == "tcgen05":
         again = {"forward": _correction_scratch(config, problem), "dq": sides.first, "dkdv": sides.streamed}[kernel]

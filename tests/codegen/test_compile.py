@@ -35,9 +35,9 @@ NVIDIA = tuple(arch for arch in TARGETS if arch != GFX942)
 FAMILIES = (80, 90, 100)  # one architecture of each matrix instruction; 86, 89 and 120 have 80's
 INSTRUCTION = {"mma": "mma.sync", "wgmma": "wgmma", "tcgen05": "tcgen05.mma"}
 
-# Bytes of registers a thread of a default configuration may spill. A few dozen are the assembler's choice, most of them for
-# what the loop does not use. Exceptions, by kernel, family, largest head dim and data type:
-SPILLS = 64
+# Bytes of registers a thread of a default configuration may spill. Two dozen registers are the assembler's choice, most of
+# them for what the loop does not use. Exceptions, by kernel, family, largest head dim and data type:
+SPILLS = 96
 EXCEPTIONS = {
     # dk and dv, scores and their gradient: all in 255 registers. Measured on an H200 these are the fastest all the same.
     ("dkdv", "wgmma", 64, "bf16"): 256,
@@ -122,7 +122,8 @@ def test_captured_gradient_in_the_dq_kernel() -> None:
 
 def test_prepass_and_unaligned_inputs() -> None:
     compiled("delta", arch=90, dim=128)
-    text, _ = compiled("forward", arch=80, dim=40, aligned=False)
+    # whole tiles pass through registers, since nothing copies them
+    text, _ = compiled("forward", arch=80, dim=40, aligned=False, spills=320)
     assert "cp.async.cg" not in text  # 16-byte copies need the alignment that is not promised
 
 
