@@ -188,6 +188,24 @@ def test_from_kv_blocks_means_full_or_partial_and_mask(narrow: bool, q_len: int,
     assert torch.equal(predicate.tile_map(20, 24).dense(), tiles)
 
 
+def test_a_block_listed_twice_counts_once() -> None:
+    """One that is listed as full and as partial is full."""
+    both = torch.tensor([[[[1, 1, 0], [1, 0, 1], [0, 1, 1]]]])
+    full = torch.tensor([[[[1, 0, 0], [0, 0, 1], [1, 0, 1]]]])
+    mask = BlockMask.from_kv_blocks(*lists_of(both == 1), *lists_of(full == 1), BLOCK_SIZE=16, mask_mod=causal)
+    tiles = torch.where(full == 1, 2, both).to(torch.int8)
+    spread = tiles.repeat_interleave(16, 2).repeat_interleave(16, 3)
+    want = (spread == 2) | ((spread == 1) & brute(causal, 1, 1, 48, 48))
+    assert torch.equal(mask.tile_map(16, 16).dense(), tiles)
+    assert mask.tile_map(16, 16).kept_pairs() == int(want.sum())
+    assert torch.equal(mask.to_mask(), want)
+    twice = torch.tensor([[[[0, 0, 2], [1, 1, 1], [2, 2, 0]]]], dtype=torch.int32)
+    counts = torch.full((1, 1, 3), 3, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, twice, BLOCK_SIZE=16)
+    assert mask.tile_map(16, 16).dense().tolist() == [[[[2, 0, 2], [0, 2, 0], [2, 0, 2]]]]
+    assert mask.tile_map(16, 16).full.tiles() == mask.tile_map(16, 16).full_t.tiles() == 5
+
+
 @pytest.mark.parametrize("block", [16, 40])
 def test_what_a_function_reads_in_full_blocks_does_not_count(block: int) -> None:
     """Document ids that end where the partial blocks do: full blocks lie past their end, whole or cut, tiled or as a predicate."""

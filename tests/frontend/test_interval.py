@@ -74,6 +74,8 @@ def test_integers_that_wrap_around_prove_nothing(far):
         lambda b, h, q, k: k * far <= q,
         lambda b, h, q, k: (q - k).abs() * far >= 0,
         lambda b, h, q, k: q - k < far,
+        lambda b, h, q, k: (q + far) - (k - far) > 0,
+        lambda b, h, q, k: (q + far) + (k + far) > 0,
     ):
         check_sound(mask, 40, 40, 8)
 
