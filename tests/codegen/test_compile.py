@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import pytest
 
+from flexattn.codegen.emit import _SKELETONS
 from flexattn.codegen.target import GFX942, KIB, target_of
 from flexattn.codegen.tile_config import TileConfig, is_legal, shared_bytes
 from tests.codegen.compiled import (
+    BUILDERS,
     KERNELS,
     LEAVES,
     TARGETS,
     Resources,
+    builder_of,
     compile_and_measure,
     most_shared,
     preferred,
@@ -102,6 +105,19 @@ def test_single_precision_may_be_rounded_for_the_tensor_cores(precision: str) ->
 def test_amd(kernel: str) -> None:
     text, _ = compiled(kernel, arch=GFX942, dim=64, leaf="softcap" if kernel == "forward" else "causal")
     assert ("v_mfma" in text) == (kernel != "delta")
+
+
+@pytest.mark.parametrize(
+    "arch", [90, GFX942, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 86, 89, 100, 120))]
+)
+@pytest.mark.parametrize("kernel", BUILDERS)
+def test_mask_builder(kernel: str, arch: int) -> None:
+    _, used = compile_and_measure(builder_of(kernel, arch=arch))
+    assert used.shared <= 48 * KIB and used.spills <= SPILLS, used
+
+
+def test_no_skeleton_is_left_out() -> None:
+    assert {*KERNELS, *BUILDERS, "delta"} == set(_SKELETONS)
 
 
 @pytest.mark.parametrize("leaf", [x for x in LEAVES if x != "causal"])
