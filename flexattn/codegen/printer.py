@@ -16,7 +16,7 @@ import torch
 
 from flexattn.codegen.spec import LIMIT_32, SMALL_INDEX, KernelSpec
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.expr import Expr, topological
+from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, topological
 from flexattn.frontend.ops import OPS
 
 Range = tuple[int, int]
@@ -111,6 +111,8 @@ class Printer:
             return self._over_range(node)
         args = [self.values[a] for a in node.args]
         if node.op == "cast":
+            if node.dtype == torch.float32 and self._is_exact_sum(node.args[0]):
+                return self._float_sum(node.args[0])
             return _cast(args[0], node.args[0].dtype, node.dtype)
         return self._operation(node, args)
 
@@ -200,6 +202,20 @@ class Printer:
             form = "{0} * (1.0 / {1})"  # one reciprocal a program instead of a division an element
         value = _apply(form, args, "tl.int1" if node.dtype == torch.bool else kind)
         return value if node.dtype == torch.bool else _to(value, _FLOATS[node.dtype])
+
+    def _is_exact_sum(self, node: Expr) -> bool:
+        """Whether an integer sum over both tile axes has terms, and a value, that float32 holds exactly."""
+        both, sides = DEP_Q | DEP_KV, [a.deps & (DEP_Q | DEP_KV) for a in node.args]
+        if node.op not in ("add", "sub") or node.deps & both != both or DEP_SCORE & node.deps or both in sides:
+            return False
+        found = [integer_range(node.op, ranges := [self.values[a].range for a in node.args]), *ranges]
+        return all(-SMALL_INDEX <= low and high <= SMALL_INDEX for low, high in found)
+
+    def _float_sum(self, node: Expr) -> Value:
+        """Its terms as floats: converted once a row and once a column instead of once an element, which is as slow as an
+        exponential."""
+        terms = [_to(materialise(self.values[a], "tl.int32"), "tl.float32") for a in node.args]
+        return _apply(self._form(node.op, torch.float32), terms, "tl.float32")
 
     def _form(self, op: str, operand_type: torch.dtype) -> str:
         spelling = OPS[op].spelling

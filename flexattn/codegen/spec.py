@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from flexattn.frontend.box_bounds import box_bounds
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
 
-SMALL_INDEX = 1 << 28  # lengths and integer numbers below this need no 64-bit sums
+SMALL_INDEX = 1 << 24  # lengths and integer numbers below this need no 64-bit sums, and float32 holds them exactly
 LIMIT_32 = (1 << 31) - 1
 _NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "u8",
@@ -41,8 +42,7 @@ def type_name(dtype: torch.dtype) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
+class TensorLayout(NamedTuple):
     """Facts about one of q, k, v, d_out that a kernel is compiled for.
 
     Args:
@@ -60,8 +60,7 @@ class TensorLayout:
     is_expanded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureLayout:
+class CaptureLayout(NamedTuple):
     """Facts about one captured tensor: storage type, rank, and whether offsets in it need 64 bits."""
 
     dtype: str
@@ -135,13 +134,18 @@ def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         hint = "convert query, key and value, or kernel_options={'BACKEND': 'TORCH'}"
         raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint=hint)
-    strides = tensor.stride()
-    unit = strides[3] == 1 or tensor.shape[3] == 1
-    multiple = 16 // tensor.element_size()
-    aligned = unit and tensor.data_ptr() % 16 == 0 and all(s % multiple == 0 for s in strides[:3])
-    reach = max(tile_rows, 256) * strides[2] + 2 * tensor.shape[3] * strides[3]
-    expanded = any(s <= 0 and n > 1 for s, n in zip(strides, tensor.shape))
-    return TensorLayout(_NAMES[tensor.dtype], unit, aligned, reach > LIMIT_32, expanded)
+    return _tensor_layout(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16, max(tile_rows, 256))
+
+
+@lru_cache(maxsize=4096)
+def _tensor_layout(
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], offset: int, tile_rows: int
+) -> TensorLayout:
+    unit = strides[3] == 1 or shape[3] == 1
+    aligned = unit and offset == 0 and all(s % (16 // dtype.itemsize) == 0 for s in strides[:3])
+    reach = tile_rows * strides[2] + 2 * shape[3] * strides[3]
+    expanded = any(s <= 0 and n > 1 for s, n in zip(strides, shape))
+    return TensorLayout(_NAMES[dtype], unit, aligned, reach > LIMIT_32, expanded)
 
 
 def fresh_layout(dtype: torch.dtype, dim: int) -> TensorLayout:
@@ -151,8 +155,13 @@ def fresh_layout(dtype: torch.dtype, dim: int) -> TensorLayout:
 
 def capture_layout(tensor: torch.Tensor) -> CaptureLayout:
     """Layout facts of a captured tensor."""
-    reach = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride()) if n > 0)
-    return CaptureLayout(type_name(tensor.dtype), tensor.dim(), max(reach, tensor.numel()) > LIMIT_32)
+    return _capture_layout(tensor.dtype, tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=4096)
+def _capture_layout(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> CaptureLayout:
+    reach = sum((n - 1) * abs(s) for n, s in zip(shape, strides) if n > 0)
+    return CaptureLayout(type_name(dtype), len(shape), max(reach, shape.numel()) > LIMIT_32)
 
 
 def wide_number(value: Any) -> bool:

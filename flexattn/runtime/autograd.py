@@ -7,6 +7,7 @@ between cannot give gradients of a different mask.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -58,7 +59,8 @@ class FlexAttention(torch.autograd.Function):
     def forward(problem: Problem, plan: Plan, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Makes the tile maps of both directions, then runs the forward pass."""
         q, k, v, *captures = inputs
-        problem = problem.bind(q, k, v, tuple(captures))
+        if q is not problem.q or k is not problem.k or v is not problem.v or captures:
+            problem = problem.bind(q, k, v, tuple(captures))
         make_tile_maps(problem, plan, backward=True)
         return run_forward(problem, plan)
 
@@ -95,9 +97,12 @@ class FlexAttention(torch.autograd.Function):
         return (None, None, *grads)
 
 
+FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  # type: ignore[attr-defined]  # or torch asks each call
+
+
 def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
     """Makes the tile maps a call will look up, for the forward and, if asked, for the backward pass."""
-    if problem.block_mask is not None and not is_empty(problem):
+    if not is_empty(problem):
         backend_module(plan).make_tile_maps(problem, plan, backward=backward)
 
 

@@ -194,9 +194,7 @@ def _say_too_many(spans: int, room: int) -> None:
 
 
 # ---------------------------------------------------------------- launches
-def build_table(
-    predicate: PredicateMask, config: TileConfig, target: Target, *, transposed: bool, room: int
-) -> Built:
+def build_table(predicate: PredicateMask, config: TileConfig, target: Target, *, transposed: bool, room: int) -> Built:
     """Launches the builder.
 
     Args:

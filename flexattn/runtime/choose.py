@@ -23,7 +23,7 @@ from flexattn.codegen.spec import (
     tensor_layout,
     wide_number,
 )
-from flexattn.codegen.tile_config import TileConfig, candidates, is_fixed, trials
+from flexattn.codegen.tile_config import SHORT_QUERIES, TileConfig, candidates, is_fixed, trials
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import autotune
 from flexattn.runtime import device as devices
@@ -46,12 +46,12 @@ def choose(
     problem: Problem, plan: Plan, kernel: str, start: Callable[[Chosen], Any], *, d_out: TensorLayout | None = None, **wants: Any
 ) -> Chosen:  # fmt: skip
     """The kernel for the facts of this call, from the plan's memo, or built now (and timed, with `start`, if asked)."""
-    facts = {**kernel_facts(problem, plan, d_out), **wants}
-    configs, group = _group(problem, plan, kernel)
-    key, without_facts = (*group, *facts.values()), ("last", *group)
-    chosen = plan.memo.get(key)
+    group = _group(problem, kernel)
+    key, without_facts = (group, *_fact_key(problem, d_out), *wants.values()), ("last", group)
+    chosen: Chosen | None = plan.memo.get(key)
     if chosen is not None:
         return chosen
+    facts, configs = {**kernel_facts(problem, plan, d_out), **wants}, legal_tiles(problem, plan, kernel)
     device = problem.q.device
     spec = KernelSpec(kernel=kernel, target=devices.target_for(device), config=configs[0], **facts)
     specs = [dataclasses.replace(spec, config=c) for c in configs]
@@ -73,15 +73,13 @@ def _built(spec: KernelSpec, device: torch.device) -> Chosen:
 
 def likely_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, ...]:
     """The tiles a launch will take: those it took last; where it will be autotuned, all that will be timed."""
-    configs, group = _group(problem, plan, kernel)
-    if not _is_tuned(problem, kernel):
-        last = plan.memo.get(("last", *group))
-        return configs[:1] if last is None else (last.config,)
-    facts = _likely_facts(problem, plan, kernel)
-    last = plan.memo.get((*group, *facts.values()))
+    last: Chosen | None = plan.memo.get(("last", _group(problem, kernel)))
     if last is not None:
         return (last.config,)
-    question = _question(problem, plan, kernel, facts)
+    configs = legal_tiles(problem, plan, kernel)
+    if not _is_tuned(problem, kernel):
+        return configs[:1]
+    question = _question(problem, plan, kernel, _likely_facts(problem, plan, kernel))
     tuned = autotune.find(question)
     if tuned is not None:
         return (tuned.winner,)
@@ -127,6 +125,15 @@ def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None
     }
 
 
+def _fact_key(problem: Problem, d_out: TensorLayout | None) -> tuple[Any, ...]:
+    """What of `kernel_facts` can change between calls of one plan; every call asks, so it is no dictionary."""
+    q, k = problem.q, problem.k
+    captures, numbers = bound(problem)
+    layouts = tensor_layout(q), tensor_layout(k), tensor_layout(problem.v), d_out
+    sizes = problem.scale > 0, any_wide((*q.shape[:3], k.shape[2]))
+    return layouts, tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)), sizes
+
+
 def bound(problem: Problem) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]]:
     """Captured tensors and numbers of the score program, then of the mask program."""
     bindings = [t.binding for t in (problem.score, problem.mask) if t is not None]
@@ -152,9 +159,14 @@ def legal_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, 
         UnsupportedError: No tile divides the blocks of a list mask.
         OptionError: kernel_options names tiles that do not fit.
     """
+    key = ("legal", _group(problem, kernel))
+    known: tuple[TileConfig, ...] | None = plan.memo.get(key)
+    if known is not None:
+        return known
     found = _listed(problem, plan, kernel, candidates)
-    legal = _allowed(problem, found)
+    legal = plan.memo[key] = _allowed(problem, found)
     if not legal:
+        del plan.memo[key]
         raise UnsupportedError(
             "no kernel tile divides the block mask's BLOCK_SIZE",
             given=f"tiles {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in found)}",
@@ -198,11 +210,12 @@ def _is_tuned(problem: Problem, kernel: str) -> bool:
     return problem.options.autotune and not is_fixed(kernel, _tile_options(problem, kernel))
 
 
-def _group(problem: Problem, plan: Plan, kernel: str) -> tuple[tuple[TileConfig, ...], tuple[Any, ...]]:
-    """The default configurations, best first, and a key of all calls that share the choice but for facts of tensors."""
-    configs = legal_tiles(problem, plan, kernel)
-    sizes = _size_class(problem, kernel) if _is_tuned(problem, kernel) else ()
-    return configs, (kernel, problem.q.device.index, configs, sizes)
+def _group(problem: Problem, kernel: str) -> tuple[Any, ...]:
+    """A key of all calls of a plan that share the choice of tiles, but for facts of tensors."""
+    mask, q = problem.block_mask, problem.q
+    blocks = None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE
+    sizes = _size_class(problem, kernel) if problem.options.autotune else ()
+    return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, blocks, sizes
 
 
 def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) -> autotune.Question:

@@ -6,11 +6,12 @@ so nothing about the values of the arguments can trigger another build.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,27 +34,19 @@ class Kernel:
     def __init__(self, source: KernelSource, compiled: Any) -> None:
         self.source, self.compiled = source, compiled
         self.name = source.spec.kernel
-        self.order = tuple(n if n in source.signature else None for n in jit_function(source).arg_names)
-        self.blocks = {
-            name: _block(kind) for name, kind in source.signature.items() if str(kind).startswith("tensordesc")
-        }
+        self.arguments = tuple((n, _marshal(source.signature.get(n))) for n in jit_function(source).arg_names)
 
     def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches `programs` programs on the current stream; the caller has made `device` current."""
         if programs <= 0:
             return
-        values = [None if name is None else self._value(name, arguments[name]) for name in self.order]
+        values = [None if marshal is None else marshal(arguments[name]) for name, marshal in self.arguments]
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        compiled = self.compiled
-        hooks = _launch_hooks()
+        compiled, runtime = self.compiled, _knobs().runtime
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
         metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if hooks[0] is not None else None
         compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *values)
         stats.record_launch(self.name)
-
-    def _value(self, name: str, value: Any) -> Any:
-        """An argument as the launcher takes it: an address, a number, a tuple of both, or a tensor descriptor."""
-        block = self.blocks.get(name)
-        return _plain(value) if block is None else _descriptor(value, block)
 
 
 class InterpretedKernel:
@@ -88,25 +81,42 @@ def _typed(value: Any, kind: Any) -> Any:
     return tl.tensor(TensorHandle(np.array([value], dtype=numpy_type), scalar), scalar)
 
 
-def _plain(value: Any) -> Any:
-    """Tensors as addresses, tuples item by item."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    return tuple(_plain(x) for x in value) if isinstance(value, tuple) else value
+def _marshal(kind: Any) -> Callable[[Any], Any] | None:
+    """What turns an argument of a signature's type into what the launcher takes; None for what was compiled in."""
+    if kind is None:
+        return None
+    if isinstance(kind, tuple):
+        return _addresses if any(k.startswith("*") for k in kind) else _unchanged
+    if kind.startswith("tensordesc"):  # as in 'tensordesc<bf16[1, 1, 64, 128]>'
+        block = [int(n) for n in kind[kind.index("[") + 1 : kind.index("]")].split(",")]
+        return functools.partial(_descriptor, block)
+    return torch.Tensor.data_ptr if kind.startswith("*") else _unchanged
 
 
-def _block(kind: str) -> list[int]:
-    """The block shape in 'tensordesc<bf16[1, 1, 64, 128]>'."""
-    return [int(n) for n in kind[kind.index("[") + 1 : kind.index("]")].split(",")]
+def _unchanged(value: Any) -> Any:
+    return value
 
 
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
-    """A tensor descriptor; the stride of a dimension of one entry may be anything, so it gets one the hardware takes."""
+def _addresses(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
+
+
+def _descriptor(block: list[int], tensor: torch.Tensor) -> Any:
+    """A tensor descriptor; the stride of a dimension of one entry may be anything, so it gets one the hardware takes.
+
+    Its own constructor checks again what the layout facts have promised, which takes longer than the launch: it is skipped."""
+    descriptor = _descriptor_class()
+    new, shape, unit = descriptor.__new__(descriptor), list(tensor.shape), 16 // tensor.element_size()
+    new.base, new.shape, new.block_shape, new.padding = tensor, shape, block, "zero"
+    new.strides = [*(unit if n == 1 else stride for n, stride in zip(shape[:3], tensor.stride())), 1]
+    return new
+
+
+@functools.lru_cache(maxsize=1)
+def _descriptor_class() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    shape, unit = list(tensor.shape), 16 // tensor.element_size()
-    strides = [unit if n == 1 else stride for n, stride in zip(shape[:3], tensor.stride())]
-    return TensorDescriptor(tensor, shape, [*strides, 1], block)
+    return TensorDescriptor
 
 
 def flat_arguments(captures: Sequence[torch.Tensor], numbers: Sequence[int | float]) -> tuple[Any, ...]:
@@ -117,10 +127,11 @@ def flat_arguments(captures: Sequence[torch.Tensor], numbers: Sequence[int | flo
     return (*flat, *numbers) or (0,)
 
 
-def _launch_hooks() -> tuple[Any, Any]:
+@functools.lru_cache(maxsize=1)
+def _knobs() -> Any:
     from triton import knobs
 
-    return knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return knobs
 
 
 # ---------------------------------------------------------------- source to functions

@@ -16,10 +16,10 @@ from torch import Tensor
 from flexattn.codegen.spec import KernelSpec, fresh_layout, tensor_layout
 from flexattn.codegen.tile_config import delta_config, padded
 from flexattn.runtime import device as devices
-from flexattn.runtime.block_map import table_of
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
 from flexattn.runtime.compile import first_that_builds, flat_arguments
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order
+from flexattn.runtime.tables import prepare_table, table_of
 
 _LINE_LIMIT = (1 << 31) - 1
 
@@ -92,14 +92,12 @@ def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
     Before a call is autotuned those are the tables of every configuration that will be timed.
 
     Args:
-        problem, plan: One call that has a block mask.
+        problem, plan: One call.
         backward: A gradient may be needed.
     """
-    if problem.block_mask is None:
-        return
     for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
         for config in likely_tiles(problem, plan, kernel):
-            table_of(problem, config, transposed=kernel == "dkdv")
+            prepare_table(problem, config, transposed=kernel == "dkdv")
 
 
 # ---------------------------------------------------------------- arguments

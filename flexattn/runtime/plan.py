@@ -280,10 +280,15 @@ def output_like(q: Tensor, v_dim: int) -> Tensor:
 
 def stride_order(x: Tensor) -> tuple[int, ...]:
     """The dimensions of x from the slowest to the fastest in memory; expanded and size-1 ones keep their usual place."""
-    natural = [0] * x.dim()
+    return _stride_order(x.shape, x.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _stride_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    natural = [0] * len(shape)
     size = 1
-    for d in reversed(range(x.dim())):
+    for d in reversed(range(len(shape))):
         natural[d] = size
-        size *= max(x.shape[d], 1)
-    strides = [s if s > 0 and n > 1 else usual for s, n, usual in zip(x.stride(), x.shape, natural)]
-    return tuple(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
+        size *= max(shape[d], 1)
+    steps = [s if s > 0 and n > 1 else usual for s, n, usual in zip(strides, shape, natural)]
+    return tuple(sorted(range(len(shape)), key=lambda d: (-steps[d], d)))

@@ -139,7 +139,7 @@ def test_argument_types_follow_from_facts_only() -> None:
     assert source.signature["caps"] == ("*fp32", "i32", "i32", "i32", "i32", "i32")
     assert source.signature["q_strides"] == ("i64", "i64", "i32", "i32") and source.signature["kv_len"] == "i32"
     assert source.signature["K"] == "tensordesc<bf16[1, 1, 64, 64]>" and ("q_strides", 2, 8) in source.aligned
-    expanded = emit(replace(spec, layouts=(replace(LAYOUT, is_expanded=True),) * 4))
+    expanded = emit(replace(spec, layouts=(LAYOUT._replace(is_expanded=True),) * 4))
     assert expanded.signature["K"] == "*bf16" and ("K", None, 16) in expanded.aligned
     assert not any(name in ("kv_len", "caps", "LSE") for name, _, _ in source.aligned)
     wide = emit(replace(spec, captures=(CaptureLayout("fp32", 2, True),), wide_numbers=(True,)))
