@@ -1,0 +1,186 @@
+"""The mask builder in Triton's interpreter: its tables are the CPU's tile maps, its trees the extremes of their ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexattn import create_block_mask
+from flexattn.codegen.target import INTERPRETER
+from flexattn.codegen.tile_config import TileConfig
+from flexattn.runtime.block_map import Built, build_table, build_tree, usual_spans
+from tests.frontend.mask_families import BATCH, HEADS, families
+from tests.span_tables import check_table, dense_of, expected_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says when a lane that is not used overflows
+N = 200
+MASKS = families(N)
+ROOM = 64
+
+
+def tiles_of(m: int, n: int) -> TileConfig:
+    return TileConfig(m, n, 4, 1)
+
+
+def check(
+    mask_mod: Callable[..., Any], lengths: tuple[int, int], tile: tuple[int, int], *, room: int = ROOM,
+    sizes: tuple[int, int] = (BATCH, HEADS), directions: tuple[bool, ...] = (False, True),
+) -> list[Built]:  # fmt: skip
+    """Both tables of a mask equal its tile map; returns what was built."""
+    predicate = create_block_mask(mask_mod, *sizes, *lengths, device="cpu").predicate
+    assert predicate is not None
+    tiles = predicate.tile_map(*tile)
+    found = []
+    for transposed in directions:
+        built = build_table(predicate, tiles_of(*tile), INTERPRETER, transposed=transposed, room=room)
+        assert (built.table.batch, built.table.heads) == (tiles.batch, tiles.heads)
+        assert int(built.needed) == 0 and built.room == room
+        check_table(built.table, tiles, transposed=transposed)
+        found.append(built)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window", "prefix per batch", "block diffusion", "documents, causal", "chunked",
+        "video, temporal", "window per head", "dense", "relative table", "wrapping index", "sine",
+    ],
+)  # fmt: skip
+def test_tables_are_the_tile_maps(name: str) -> None:
+    check(MASKS[name], (N - 110, N - 50), (64, 64))
+
+
+@pytest.mark.parametrize("name", ["all", "none", "full by union only"])
+def test_tables_of_one_kind(name: str) -> None:
+    for lengths, tile in (((64, 96), (32, 32)), ((40, 1), (16, 64)), ((1, 70), (16, 64))):
+        check(MASKS[name], lengths, tile)
+
+
+def test_more_blocks_than_a_strip_and_more_strips_than_are_looked_at_together() -> None:
+    causal = lambda b, h, q_idx, kv_idx: q_idx + 4150 >= kv_idx
+    check(causal, (3, 4291), (2, 1), sizes=(1, 1), directions=(False,))
+    check(lambda b, h, q_idx, kv_idx: kv_idx // 64 % 3 > 0, (3, 64 * 7), (4, 1), sizes=(1, 1), directions=(False,))
+    check(
+        lambda b, h, q_idx, kv_idx: (kv_idx < 64) | (kv_idx > 190), (4, 260), (4, 1), sizes=(1, 1), directions=(False,)
+    )
+
+
+def test_every_pair_is_looked_at_where_bounds_and_witnesses_do_not_tell() -> None:
+    """One kept pair in a block of dropped ones, or the other way round, anywhere."""
+    for q, k, is_dropped in ((0, 1, False), (37, 21, True), (17, 64, False)):
+        check(lambda b, h, i, j: ((i ^ q) + (j ^ k) == 0) ^ is_dropped, (64, 70), (64, 64), sizes=(1, 1))
+
+
+# ---------------------------------------------------------------- rows that do not fit
+def degraded(wanted: Tensor, room: int) -> tuple[Tensor, int]:
+    """The map in which rows of too many spans are one partial span, and the most spans of such a row; [lines, cells]."""
+    wanted, needed = wanted.clone(), 0
+    for line in wanted:
+        runs = [int((torch.nn.functional.pad(line == kind, (1, 0)).int().diff() == 1).sum()) for kind in (1, 2)]
+        if max(runs) > room:
+            needed, some = max(needed, *runs), line.nonzero()
+            line[int(some.min()) : int(some.max()) + 1] = 1
+    return wanted, needed
+
+
+def comb(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx % 20 < 9) & (kv_idx > 5) & (kv_idx <= 3 * q_idx) | (q_idx == 9)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_of_too_many_spans_are_one_partial_span(transposed: bool) -> None:
+    if transposed:
+        predicate = create_block_mask(lambda b, h, i, j: comb(b, h, j, i), None, None, 90, 30, device="cpu").predicate
+        tile = (3, 8)
+    else:
+        predicate, tile = create_block_mask(comb, None, None, 30, 90, device="cpu").predicate, (8, 3)
+    exact = expected_of(predicate.tile_map(*tile), transposed=transposed)[0]
+    for room, needs in ((1, 5), (4, 5), (5, 0)):
+        built = build_table(predicate, tiles_of(*tile), INTERPRETER, transposed=transposed, room=room)
+        wanted, needed = degraded(exact, room)
+        assert torch.equal(dense_of(built.table, lines=4, cells=30)[0], wanted)
+        assert int(built.needed) == needed == needs
+        assert len(built.table.extra) == 4 * 2 * room
+
+
+def test_a_table_that_would_be_too_large_has_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexattn.runtime import block_map
+
+    predicate = create_block_mask(lambda b, h, i, j: j % 8 < 4, None, None, 16, 64, device="cpu").predicate
+    monkeypatch.setattr(block_map, "_MOST_BYTES", 4 * 2 * 16)  # 4 lines with room for 2
+    built = build_table(predicate, tiles_of(4, 4), INTERPRETER, transposed=False, room=32)
+    assert (built.room, built.is_largest, int(built.needed)) == (2, True, 8)
+
+
+def test_usual_room_follows_the_kind_of_mask() -> None:
+    room = lambda mask: usual_spans(create_block_mask(mask, None, None, 9, 9, device="cpu").predicate.traced.program)
+    ids = torch.arange(9)
+    assert (
+        room(lambda b, h, i, j: i >= j)
+        < room(lambda b, h, i, j: ids[i] == ids[j])
+        < room(lambda b, h, i, j: j % 2 == 0)
+    )
+
+
+# ---------------------------------------------------------------- integers that wrap around, captured tensors
+@pytest.mark.parametrize("far", [2**63 - 1, 2**62, 2**31, 5])
+def test_numbers_for_which_integers_wrap_around(far: int) -> None:
+    """Evaluated in 64 bits as torch does, since bounds then say nothing."""
+    check(lambda b, h, q_idx, kv_idx: q_idx + far > kv_idx, (40, 50), (64, 32), sizes=(1, 1))
+
+
+@pytest.mark.parametrize("far", [2**63 - 1, -(2**63), 2**40, 3])
+def test_captured_integers_for_which_integers_wrap_around(far: int) -> None:
+    start = torch.tensor([far, 7])
+    check(lambda b, h, q_idx, kv_idx: q_idx + start[b] > kv_idx, (40, 50), (64, 32), sizes=(2, 1))
+
+
+def test_captured_tensors_of_every_kind() -> None:
+    ids = torch.arange(60) // 13
+    once: dict[str, Any] = {"sizes": (1, 1), "directions": (False,)}
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64):
+        values = ids.to(dtype)
+        check(lambda b, h, q_idx, kv_idx: values[q_idx] <= values[kv_idx], (60, 55), (64, 32), **once)
+    wide = torch.stack([ids.flip(0), ids], 1)[:, 1]  # strided
+    few = torch.arange(20)  # shorter than the sequence: a read behind its end gives 0
+    none = torch.zeros(0, dtype=torch.int64)
+    check(lambda b, h, q_idx, kv_idx: wide[q_idx] == wide[kv_idx], (60, 55), (64, 32), **once)
+    check(lambda b, h, q_idx, kv_idx: (q_idx < 20) & (few[q_idx] > kv_idx), (60, 55), (64, 32), **once)
+    check(lambda b, h, q_idx, kv_idx: (none[q_idx] != 0) & (none[kv_idx - 5] > -3), (60, 55), (64, 32), **once)
+
+
+# ---------------------------------------------------------------- trees
+def levels_of(data: Tensor) -> Tensor:
+    """(least, greatest) of every 64 elements, of every 4 such groups and so on to one: [nodes, 2]."""
+    found, step = [], 64
+    while True:
+        groups = data.split(step)
+        found += [torch.stack([torch.stack(torch.aminmax(g)) for g in groups])]
+        if len(groups) == 1:
+            return torch.cat(found)
+        step *= 4
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8], ids=str)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 4095, 4096, 4097, 70000])
+def test_trees_hold_the_extremes_of_their_ranges(length: int, dtype: torch.dtype) -> None:
+    data = torch.randint(-128, 128, (length,)).to(dtype)
+    data = data * (1 << 55) if dtype == torch.int64 else data
+    wanted = levels_of(data.long())
+    assert torch.equal(build_tree(data, INTERPRETER)[: len(wanted)].long(), wanted)
+
+
+def test_tree_of_an_empty_tensor_is_zero() -> None:
+    assert build_tree(torch.zeros(0, 5, dtype=torch.int64), INTERPRETER)[0].tolist() == [0, 0]
+
+
+def test_tree_of_truth_values_and_of_a_tensor_that_is_not_contiguous() -> None:
+    grid = torch.rand(70, 90) < 0.01
+    for data in (grid, grid.t(), grid[::2, 5:]):
+        wanted = levels_of(data.reshape(-1).long())
+        assert torch.equal(build_tree(data, INTERPRETER)[: len(wanted)].long(), wanted)
