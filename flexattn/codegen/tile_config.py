@@ -130,6 +130,7 @@ _MMA: dict[str, _Rows] = {
         (512, ((16, 16, 4, 1),)),
     ),
 }
+_AMD: dict[str, _Rows] = {"dkdv": ((64, ((32, 64, 4, 2),)),)}  # 64 rows of queries spill there
 # float32: products run on ordinary arithmetic units, which hold whole rows of both operands in registers: small tiles lose
 # little, compile fast and do not spill
 _SINGLE: dict[str, _Rows] = {
@@ -399,7 +400,8 @@ def _listed(problem: TileProblem) -> list[TileConfig]:
     table = _SINGLE if problem.element_bytes == 4 else by_family[problem.target.family]
     is_scored = problem.has_score and problem.element_bytes == 2 and problem.target.family != "mma"
     scored = _WGMMA_SCORED[problem.kernel] if is_scored else ()
-    preferences: _Rows = (*scored, *table[problem.kernel])
+    amd = _AMD.get(problem.kernel, ()) if problem.target.is_amd and problem.element_bytes == 2 else ()
+    preferences: _Rows = (*scored, *amd, *table[problem.kernel])
     listed = [TileConfig(*c) for pad, configs in preferences if pad >= problem.pad for c in configs]
     gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128
     short = problem.is_short and problem.kernel == "forward"
