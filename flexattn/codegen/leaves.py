@@ -14,7 +14,7 @@ from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, ma
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr
-from flexattn.frontend.gradient import score_gradient
+from flexattn.frontend.gradient import passes_gradient, score_gradient
 from flexattn.frontend.program import Program
 
 HEADER = """import triton
@@ -49,7 +49,7 @@ def leaf_functions(spec: KernelSpec) -> dict[str, str]:
         texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments)
     if spec.mask is not None and spec.kernel == "block_map":
         texts["MASK_BOUNDS"] = _bounds(spec, spec.mask, mask_arguments)
-    if spec.score is not None and spec.kernel in ("dq", "dkdv"):
+    if spec.score is not None and spec.kernel in ("dq", "dkdv") and not passes_gradient(spec.score):
         texts["SCORE_GRAD"] = _score_grad(spec, spec.score, score_arguments)
     if spec.score is not None and spec.kernel == "dq" and spec.capture_grads:
         texts["CAPTURE_GRAD"] = _capture_grad(spec, spec.score, score_arguments)

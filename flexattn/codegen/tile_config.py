@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexattn.codegen.target import Target
 from flexattn.errors import OptionError, UnsupportedError
+from flexattn.frontend.gradient import passes_gradient
 
 if TYPE_CHECKING:
     from flexattn.frontend.expr import Expr
@@ -59,7 +60,8 @@ class TileProblem:
     v_pad: int
     is_short: bool
     gathers: int  # captured reads in the loop whose index moves along both tile axes
-    has_score: bool = False  # there is a score_mod
+    has_score: bool = False  # there is a score_mod, and its derivative must be computed
+    mask: str = "plain"  # 'plain' (no or one comparison), 'banded' (several) or 'reading' (captured tensors)
     reads: CapturedReads = CapturedReads()
     precision: str = "ieee"  # of float32 products
 
@@ -84,7 +86,7 @@ _WGMMA: dict[str, _Rows] = {
         (512, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     ),
     "dq": (
-        (64, ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2))),
+        (64, ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3))),
         (128, ((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
         (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
         (512, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
@@ -95,6 +97,19 @@ _WGMMA: dict[str, _Rows] = {
         (256, ((32, 64, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))),
         (512, ((32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
     ),
+}
+_WGMMA_MASKED: dict[str, dict[str, _Rows]] = {  # short rows of tiles, many of them partial
+    "plain": {"forward": (), "dq": (), "dkdv": ()},
+    "banded": {
+        "forward": (),
+        "dq": ((128, ((64, 64, 4, 2),)),),
+        "dkdv": ((64, ((64, 64, 4, 2),)),),
+    },
+    "reading": {  # nothing hides the latency of reads in a partial tile but other warps
+        "forward": ((64, ((64, 128, 4, 2),)), (128, ((128, 128, 8, 3), (128, 64, 8, 3)))),
+        "dq": ((128, ((64, 64, 4, 2),)),),
+        "dkdv": ((64, ((64, 64, 4, 2),)), (128, ((32, 64, 4, 3),))),
+    },
 }
 _WGMMA_SCORED: dict[str, _Rows] = {  # a score_mod's derivative takes registers that the larger tiles do not have
     "forward": (),
@@ -333,6 +348,15 @@ def candidates(
     return found if options is None else _with_options(problem, found, options)
 
 
+def dividing(kernel: str, block: tuple[int, int], **sizes: Any) -> tuple[TileConfig, ...]:
+    """Small legal configurations whose tiles divide a list mask's blocks, the largest first; the other arguments are as of
+    `candidates`."""
+    problem = tile_problem(kernel, **sizes)
+    sides = [[n for n in (64, 32, 16) if size % n == 0] for size in block]
+    found = [TileConfig(m, n, 4, 1) for m in sides[0] for n in sides[1]]
+    return tuple(c for c in found if is_legal(c, problem))[:AT_MOST]
+
+
 def tile_problem(
     kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
     programs: Sequence[Program | None] = (), precision: str = "ieee",
@@ -342,13 +366,24 @@ def tile_problem(
     reads = [captured_reads(p) for p in given]
     return TileProblem(
         kernel, target, element_bytes, *tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES,
-        gathers=sum(gathers_of(p) for p in given), has_score=any(p.kind == "score" for p in given),
+        gathers=sum(gathers_of(p) for p in given), has_score=any(p.kind == "score" and not passes_gradient(p) for p in given),
         reads=CapturedReads(
             element=sum(r.element for r in reads), query=sum(r.query for r in reads), key=sum(r.key for r in reads),
             is_narrow=any(r.is_narrow for r in reads), may_have_gradient=any(r.may_have_gradient for r in reads),
         ),
-        precision=precision,
+        precision=precision, mask=max((mask_kind(p) for p in given if p.kind == "mask"), default="plain"),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def mask_kind(program: Program) -> str:
+    """How rows of tiles under a mask look, by its structure: 'plain', 'banded' or 'reading'."""
+    from flexattn.frontend.expr import topological
+
+    ops = [n.op for n in topological([program.body])]
+    if "load" in ops:
+        return "reading"
+    return "plain" if sum(ops.count(op) for op in ("lt", "le", "eq", "ne")) < 2 else "banded"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -401,7 +436,8 @@ def _listed(problem: TileProblem) -> list[TileConfig]:
     is_scored = problem.has_score and problem.element_bytes == 2 and problem.target.family != "mma"
     scored = _WGMMA_SCORED[problem.kernel] if is_scored else ()
     amd = _AMD.get(problem.kernel, ()) if problem.target.is_amd and problem.element_bytes == 2 else ()
-    preferences: _Rows = (*scored, *amd, *table[problem.kernel])
+    masked = _WGMMA_MASKED[problem.mask][problem.kernel] if table is _WGMMA else ()
+    preferences: _Rows = (*scored, *masked, *amd, *table[problem.kernel])
     listed = [TileConfig(*c) for pad, configs in preferences if pad >= problem.pad for c in configs]
     gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128
     short = problem.is_short and problem.kernel == "forward"

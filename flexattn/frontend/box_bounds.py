@@ -139,8 +139,8 @@ def _wrapped(a: Expr, z: Expr, size: Expr) -> tuple[Expr, Expr, Expr]:
     low = make("where", crossing, 0, low)
     high = make("where", crossing, make("maximum", high, last), high)
     beyond = make("or", beyond, make("lt", high, 0))
-    clamp = lambda x: make("minimum", make("maximum", x, 0), last)
-    return clamp(low), clamp(high), beyond
+    low, high = (make("minimum", make("maximum", x, 0), last) for x in (low, high))
+    return low, high, beyond
 
 
 def _is_natural(x: Expr) -> bool:

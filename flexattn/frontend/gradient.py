@@ -78,6 +78,11 @@ def score_gradient(program: Program) -> ScoreGradient:
     return ScoreGradient(d_score, found)
 
 
+def passes_gradient(program: Program) -> bool:
+    """Whether d loss / d score is d loss / d modified score itself, as where something is only added to the score."""
+    return score_gradient(program).d_score is var("grad", program.body.dtype)
+
+
 def _needed(order: list[Expr]) -> set[Expr]:
     """Nodes below which the score or a differentiable capture lies."""
     needed: set[Expr] = set()

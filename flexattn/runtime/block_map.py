@@ -253,14 +253,17 @@ def _tree(predicate: PredicateMask, slot: int, capture: Tensor, target: Target) 
 
 
 def build_tree(tensor: Tensor, target: Target) -> Tensor:
-    """(least, greatest) of every 64 elements, of every 4 of those and so on: int32 or int64 [nodes, 2]."""
+    """(least, greatest) of every 64 elements, of every 4 of those and so on: int32 or int64 [nodes, 2].
+
+    Each level has place for a quarter of the nodes of the one below it, the lowest for a power of 4, so that a kernel finds
+    levels by arithmetic; what lies between is not written."""
     data = tensor.detach().contiguous().reshape(-1)
     data = data.view(torch.uint8) if data.dtype == torch.bool else data
-    layout, length, nodes, count = capture_layout(data), data.numel(), 0, max(1, -(-data.numel() // 64))
-    while count > 1:
-        nodes, count = nodes + count, -(-count // 4)
+    layout, length, width = capture_layout(data), data.numel(), 1
+    while width * 64 < length:
+        width *= 4
     dtype = torch.int64 if tree_type(layout) == "*i64" else torch.int32
-    tree = torch.empty(nodes + 1 + 4, 2, dtype=dtype, device=data.device)
+    tree = torch.empty((width * 4 - 1) // 3, 2, dtype=dtype, device=data.device)
     spec = KernelSpec("ranges", target, TileConfig(64, 64, 4, 1), 0, 0, layouts=(), captures=(layout,))
     _, kernel = first_that_builds([spec], data.device)
     programs = max(1, -(-length // 4096))

@@ -23,7 +23,7 @@ from flexattn.codegen.spec import (
     tensor_layout,
     wide_number,
 )
-from flexattn.codegen.tile_config import SHORT_QUERIES, TileConfig, candidates, is_fixed, trials
+from flexattn.codegen.tile_config import SHORT_QUERIES, TileConfig, candidates, dividing, is_fixed, trials
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import autotune
 from flexattn.runtime import device as devices
@@ -164,9 +164,14 @@ def legal_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, 
     if known is not None:
         return known
     found = _listed(problem, plan, kernel, candidates)
-    legal = plan.memo[key] = _allowed(problem, found)
-    if not legal:
-        del plan.memo[key]
+    legal = _allowed(problem, found)
+    if not legal and problem.block_mask is not None:
+        sizes = {n: x for n, x in _tile_facts(problem, plan, kernel).items() if n != "options"}
+        fixed = is_fixed(kernel, _tile_options(problem, kernel))
+        legal = () if fixed else dividing(kernel, problem.block_mask.BLOCK_SIZE, **sizes)
+    if legal:
+        plan.memo[key] = legal
+    else:
         raise UnsupportedError(
             "no kernel tile divides the block mask's BLOCK_SIZE",
             given=f"tiles {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in found)}",
@@ -179,12 +184,17 @@ def _listed(
     problem: Problem, plan: Plan, kernel: str, rule: Callable[..., tuple[TileConfig, ...]]
 ) -> tuple[TileConfig, ...]:
     """What a rule of tile_config (`candidates` or `trials`) says for this call, whatever its mask."""
+    return rule(kernel, **_tile_facts(problem, plan, kernel))
+
+
+def _tile_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
+    """What tile_config asks about a call."""
     q = problem.q
-    return rule(
-        kernel, devices.target_for(q.device), element_bytes=q.element_size(), qk_dim=q.shape[3], v_dim=problem.v.shape[3],
-        q_len=q.shape[2], programs=(plan.score, plan.mask), options=_tile_options(problem, kernel),
-        precision="tf32" if plan.tf32 else "ieee",
-    )  # fmt: skip
+    return {
+        "target": devices.target_for(q.device), "element_bytes": q.element_size(), "qk_dim": q.shape[3],
+        "v_dim": problem.v.shape[3], "q_len": q.shape[2], "programs": (plan.score, plan.mask),
+        "options": _tile_options(problem, kernel), "precision": "tf32" if plan.tf32 else "ieee",
+    }  # fmt: skip
 
 
 def _allowed(problem: Problem, configs: tuple[TileConfig, ...]) -> tuple[TileConfig, ...]:

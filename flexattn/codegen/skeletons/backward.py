@@ -49,14 +49,15 @@ def _modified(natural, batch, head, q_idx, kv_idx, q_len, kv_len, caps, IS_PARTI
 
 
 @triton.jit
-def _score_gradient(grad, natural, modified, batch, head, q_idx, kv_idx, caps, IS_PARTIAL: tl.constexpr,
+def _score_gradient(grad, natural, probs, batch, head, q_idx, kv_idx, caps, IS_PARTIAL: tl.constexpr,
                     SCORE_GRAD: tl.constexpr):
-    """d loss / d score from d loss / d modified score; exactly 0 where the score did not count."""
+    """d loss / d score from d loss / d modified score; exactly 0 where the score did not count, whatever v holds there.
+    Such a score has probability 0, which is at hand: the score itself would need registers up to here."""
     d_score = grad
     if SCORE_GRAD is not None:
         d_score = SCORE_GRAD(grad, natural, batch, head, q_idx, kv_idx, caps)
     if IS_PARTIAL or SCORE_GRAD is not None:
-        d_score = tl.where(modified == float("-inf"), 0.0, d_score)
+        d_score = tl.where(probs == 0.0, 0.0, d_score)
     return d_score
 
 
@@ -90,10 +91,9 @@ def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_stri
             d_probs = softmax.dot(d_out, tl.trans(v), None, PRECISION, UPCAST)  # [M, N]
             grad = probs * (d_probs - delta[:, None])
             if CAPTURE_GRAD is not None:
-                keep = modified != float("-inf")
-                CAPTURE_GRAD(grad, natural, keep, batch, head, q_idx, kv_idx, caps, sums)
+                CAPTURE_GRAD(grad, natural, probs != 0.0, batch, head, q_idx, kv_idx, caps, sums)
             if WANT_DQ:
-                d_score = _score_gradient(grad, natural, modified, batch, head, q_idx, kv_idx, caps, IS_PARTIAL,
+                d_score = _score_gradient(grad, natural, probs, batch, head, q_idx, kv_idx, caps, IS_PARTIAL,
                                           SCORE_GRAD)
                 dq = softmax.dot(d_score.to(k.dtype), k, dq, PRECISION, UPCAST)
     return dq
@@ -172,7 +172,7 @@ def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, q_str
             if WANT_DK:
                 d_probs = softmax.dot(v, tl.trans(d_out), None, PRECISION, UPCAST)  # [N, M]
                 grad = probs * (d_probs - delta[None, :])
-                d_score = _score_gradient(grad, natural, modified, batch, head, rows[None, :], kv_idx, caps, IS_PARTIAL,
+                d_score = _score_gradient(grad, natural, probs, batch, head, rows[None, :], kv_idx, caps, IS_PARTIAL,
                                           SCORE_GRAD)
                 dk = softmax.dot(d_score.to(q.dtype), q, dk, PRECISION, UPCAST)
     return dk, dv

@@ -9,6 +9,8 @@ from left to right, and every change of state is one end of a span. The columns 
 import triton
 import triton.language as tl
 
+from flexattn.codegen.skeletons import leaf_ops
+
 STRIP = tl.constexpr(64)  # blocks decided at once, one a lane; their states fit the bits of an integer
 ROW_INTS = tl.constexpr(12)  # as skeletons/tiles.py reads them
 
@@ -17,7 +19,8 @@ ROW_INTS = tl.constexpr(12)  # as skeletons/tiles.py reads them
 @triton.jit
 def range_leaves(DATA, TREE, length, IS_WIDE: tl.constexpr):
     """(least, greatest) of every 64 elements, and of every 4, 16 and 64 such groups; one program for 4,096 elements."""
-    groups = tl.program_id(0) * 64 + tl.arange(0, 64)
+    first = tl.program_id(0) * 64
+    groups = first + tl.arange(0, 64)
     at = groups[:, None] * 64 + tl.arange(0, 64)[None, :]
     if IS_WIDE:
         at = groups[:, None].to(tl.int64) * 64 + tl.arange(0, 64)[None, :]
@@ -26,41 +29,38 @@ def range_leaves(DATA, TREE, length, IS_WIDE: tl.constexpr):
     least = tl.min(value, 1)
     greatest = tl.max(value, 1)
     count = tl.maximum((length - 1) // 64, 0) + 1  # an empty tensor has one node too, of 0
-    offset = count * 0
-    first = tl.program_id(0) * 64
+    width = leaf_ops.tree_width(length)
     SIZE: tl.constexpr = 64
-    for level in tl.static_range(4):
-        node = first + tl.arange(0, SIZE >> (2 * level))
-        tl.store(TREE + 2 * (offset + node), least, mask=node < count)
-        tl.store(TREE + 2 * (offset + node) + 1, greatest, mask=node < count)
+    for level in tl.static_range(4):  # above the only node of a level comes that node again
+        node = (first >> (2 * level)) + tl.arange(0, SIZE >> (2 * level))
+        NODES = TREE + 2 * leaf_ops.tree_level(width, 2 * level)
+        tl.store(NODES + 2 * node, least, mask=node < count)
+        tl.store(NODES + 2 * node + 1, greatest, mask=node < count)
         if level < 3:
             least = tl.min(tl.reshape(least, (SIZE >> (2 * level + 2), 4)), 1)
             greatest = tl.max(tl.reshape(greatest, (SIZE >> (2 * level + 2), 4)), 1)
-            offset += count
             count = (count + 3) // 4
-            first = first // 4
 
 
 @triton.jit
 def range_upper(TREE, length):
     """The levels above: one program, level by level."""
-    count = (length - 1) // 64 + 1
-    offset = count * 0
-    for _level in tl.static_range(3):
-        offset += count
-        count = (count + 3) // 4
+    width = leaf_ops.tree_width(length)
+    count = (length - 1) // 4096 + 1
+    twice_level = count * 0 + 6
     while count > 1:
-        above = offset + count
+        BELOW = TREE + 2 * leaf_ops.tree_level(width, twice_level)
+        twice_level += 2
+        NODES = TREE + 2 * leaf_ops.tree_level(width, twice_level)
         next_count = (count + 3) // 4
         for start in range(0, next_count, 256):
             node = start + tl.arange(0, 256)
             child = tl.minimum(node[:, None] * 4 + tl.arange(0, 4)[None, :], count - 1)
-            least = tl.min(tl.load(TREE + 2 * (offset + child)), 1)
-            greatest = tl.max(tl.load(TREE + 2 * (offset + child) + 1), 1)
-            tl.store(TREE + 2 * (above + node), least, mask=node < next_count)
-            tl.store(TREE + 2 * (above + node) + 1, greatest, mask=node < next_count)
+            least = tl.min(tl.load(BELOW + 2 * child), 1)
+            greatest = tl.max(tl.load(BELOW + 2 * child + 1), 1)
+            tl.store(NODES + 2 * node, least, mask=node < next_count)
+            tl.store(NODES + 2 * node + 1, greatest, mask=node < next_count)
         tl.debug_barrier()  # the next level reads what other threads wrote
-        offset = above
         count = next_count
 
 
@@ -124,13 +124,16 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
     hole = some * 0
     undecided = may * (1 - must) * valid
     if tl.sum(undecided, 0) > 0:
-        point = tl.arange(0, 16)
-        own = own_lo + (own_hi - own_lo) * (point // 4) // 3
-        other = lo[:, None] + ((hi - lo)[:, None] * (point % 4)[None, :]) // 3
-        kept = _kept(b, h, own[None, :] + other * 0, other, caps, MASK_MOD, IS_TRANSPOSED)
-        some = tl.where(undecided > 0, tl.max(kept, 1), some)
-        hole = tl.where(undecided > 0, 1 - tl.min(kept, 1), hole)
-        todo = undecided * (1 - some * hole)
+        todo = undecided
+        point = strip * 0
+        while (point < 4) & (tl.sum(todo, 0) > 0):  # four queries, the outer ones first, by four keys
+            own = own_lo + (own_hi - own_lo) * (3 * point % 4) // 3
+            other = lo[:, None] + ((hi - lo)[:, None] * tl.arange(0, 4)[None, :]) // 3
+            kept = _kept(b, h, own, other, caps, MASK_MOD, IS_TRANSPOSED)
+            some = tl.where(undecided > 0, tl.maximum(some, tl.max(kept, 1)), some)
+            hole = tl.where(undecided > 0, tl.maximum(hole, 1 - tl.min(kept, 1)), hole)
+            todo = undecided * (1 - some * hole)
+            point += 1
         left = tl.sum(todo, 0)
         while left > 0:
             at = tl.min(tl.where(todo > 0, lane, STRIP), 0)

@@ -182,23 +182,33 @@ def total(value, AXIS: tl.constexpr):
 
 
 @triton.jit
+def tree_width(length):
+    """How many nodes the lowest level of a tree over `length` elements has place for: a power of 4."""
+    count = tl.maximum((length - 1) >> 6, 0) + 1
+    width = count * 0 + 1
+    for _level in tl.static_range(13 if count.dtype == tl.int32 else 24):
+        width = tl.where(width < count, width << 2, width)
+    return width
+
+
+@triton.jit
+def tree_level(width, twice_level):
+    """First node of a level, as the levels below it have width, width / 4, ... nodes."""
+    return (width - (width >> twice_level)) // 3 * 4
+
+
+@triton.jit
 def over_range(TREE, first, last, length, IS_LEAST: tl.constexpr):
     """Least or greatest element at flat positions first .. last, or of a few more around them.
 
     TREE holds (least, greatest) of every 64 elements, then of every 4 of those, and so on (skeletons/block_map.py); the
-    level is taken at which at most four nodes cover the range."""
-    span = last - first
-    shift = span * 0 + 6
-    offset = span * 0
-    count = ((length - 1) >> 6) + 1
-    for level in tl.static_range(12 if span.dtype == tl.int32 else 20):
-        is_longer = span >= (192 << (2 * level))
-        shift += tl.where(is_longer, 2, 0)
-        offset += tl.where(is_longer, count, 0)
-        count = (count + 3) >> 2
-    left = tl.maximum(first >> shift, 0)  # an empty tensor has one node
-    right = tl.maximum(last >> shift, 0)
-    nodes = TREE + 2 * offset + (0 if IS_LEAST else 1)
+    lowest level is taken at which at most four nodes cover the range: from 192 elements on the second, from 768 the third."""
+    times = (last - first) // 192
+    exponent = (times.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    twice_level = tl.where(times > 0, (exponent >> 1 << 1) + 2, 0)
+    left = tl.maximum(first >> (twice_level + 6), 0)  # an empty tensor has one node
+    right = tl.maximum(last >> (twice_level + 6), 0)
+    nodes = TREE + 2 * tree_level(tree_width(length), twice_level) + (0 if IS_LEAST else 1)
     value = tl.load(nodes + 2 * left)
     for step in tl.static_range(1, 4):
         other = tl.load(nodes + 2 * tl.minimum(left + step, right))
