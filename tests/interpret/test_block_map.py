@@ -155,24 +155,24 @@ def test_captured_tensors_of_every_kind() -> None:
 
 
 # ---------------------------------------------------------------- trees
-def levels_of(data: Tensor) -> Tensor:
-    """(least, greatest) of every 64 elements, of every 4 such groups and so on to one: [nodes, 2]."""
-    found, step = [], 64
-    while True:
-        groups = data.split(step)
-        found += [torch.stack([torch.stack(torch.aminmax(g)) for g in groups])]
-        if len(groups) == 1:
-            return torch.cat(found)
-        step *= 4
+def check_tree(data: Tensor) -> None:
+    """(least, greatest) of every 64 elements, of every 4 such groups and so on to one; levels are a quarter of the one below."""
+    tree, values = build_tree(data, INTERPRETER), data.reshape(-1).long()
+    width = 4 ** next(n for n in range(20) if 64 * 4**n >= len(values))
+    assert len(tree) == (4 * width - 1) // 3
+    at, step = 0, 64
+    while width:
+        wanted = torch.stack([torch.stack(torch.aminmax(group)) for group in values.split(step)])
+        assert torch.equal(tree[at : at + len(wanted)].long(), wanted), f"groups of {step}"
+        at, width, step = at + width, width // 4, step * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8], ids=str)
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 4095, 4096, 4097, 70000])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 256, 4095, 4096, 4097, 70000])
 def test_trees_hold_the_extremes_of_their_ranges(length: int, dtype: torch.dtype) -> None:
     data = torch.randint(-128, 128, (length,)).to(dtype)
     data = data * (1 << 55) if dtype == torch.int64 else data
-    wanted = levels_of(data.long())
-    assert torch.equal(build_tree(data, INTERPRETER)[: len(wanted)].long(), wanted)
+    check_tree(data)
 
 
 def test_tree_of_an_empty_tensor_is_zero() -> None:
@@ -182,5 +182,4 @@ def test_tree_of_an_empty_tensor_is_zero() -> None:
 def test_tree_of_truth_values_and_of_a_tensor_that_is_not_contiguous() -> None:
     grid = torch.rand(70, 90) < 0.01
     for data in (grid, grid.t(), grid[::2, 5:]):
-        wanted = levels_of(data.reshape(-1).long())
-        assert torch.equal(build_tree(data, INTERPRETER)[: len(wanted)].long(), wanted)
+        check_tree(data)
