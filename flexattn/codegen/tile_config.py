@@ -116,13 +116,14 @@ _WGMMA_SCORED: dict[str, _Rows] = {  # a score_mod's derivative takes registers 
     "dq": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))),),
     "dkdv": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))), (128, ((32, 64, 4, 3), (32, 64, 4, 2)))),
 }
-_TCGEN05_LARGE = {  # of 256: 4 warps, or one stage more, spill hundreds of bytes a thread
-    "forward": ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
-    "dq": ((64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
-    "dkdv": ((32, 64, 8, 1), (32, 32, 4, 1)),
+_TCGEN05_OWN = {  # where 4 warps, or one stage more, spill hundreds of bytes a thread
+    ("forward", 256): ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+    ("dq", 256): ((64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
+    ("dkdv", 128): ((64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
+    ("dkdv", 256): ((32, 64, 8, 1), (32, 32, 4, 1)),
 }
 _TCGEN05: dict[str, _Rows] = {
-    kernel: tuple((pad, _TCGEN05_LARGE[kernel] if pad == 256 else configs) for pad, configs in rows)
+    kernel: tuple((pad, _TCGEN05_OWN.get((kernel, pad), configs)) for pad, configs in rows)
     for kernel, rows in _WGMMA.items()
 }
 _MMA: dict[str, _Rows] = {
@@ -139,7 +140,7 @@ _MMA: dict[str, _Rows] = {
         (512, ((16, 16, 4, 1),)),
     ),
     "dkdv": (
-        (64, ((64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 1))),
+        (64, ((64, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1))),
         (128, ((64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 1))),
         (256, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
         (512, ((16, 16, 4, 1),)),
@@ -227,7 +228,8 @@ def _sides(config: TileConfig, problem: TileProblem) -> _Sides:
 
 
 def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
-    """Shared memory the compiled kernel takes: never less than the compiler's figure, at most 5 % or 4 KiB more.
+    """Shared memory the compiled kernel takes: never less than the compiler's figure, at most 5 % or 4 KiB more (a tile
+    of 4-byte elements more where captured elements are narrower, or may have a gradient: Triton's versions differ there).
 
     Tiles of the own rows stay; what is streamed has buffers by the number of stages, one more or less by the matrix
     instruction; scores go through shared memory where they must change their layout to become an operand. Captured
@@ -251,8 +253,7 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
     reads, kernel = problem.reads, problem.kernel
     if stages == 1 and (reads.element or reads.query or reads.key):
         loop = max(loop + _relayout(sides, problem, by_registers) * tile, 4 * tile)
-    if reads.is_narrow or (kernel == "dq" and reads.may_have_gradient):
-        loop += _element_scratch(config, problem, by_registers)
+    loop += _element_scratch(problem) * tile
     results = sides.own * max(problem.v_pad, 0 if kernel == "forward" else problem.qk_pad)
     return max(sides.kept + loop, results * problem.element_bytes) + _ROUNDING
 
@@ -302,17 +303,12 @@ def _relayout(sides: _Sides, problem: TileProblem, by_registers: bool) -> int:
     return 4 if is_turned or (problem.kernel == "dq" and problem.target.family == "tcgen05") else 1
 
 
-def _element_scratch(config: TileConfig, problem: TileProblem, by_registers: bool) -> int:
-    """A part of a tile that is read or added to element by element, on its way between two layouts."""
-    m, warps = config.BLOCK_M, config.num_warps
-    if by_registers:
-        is_shared = problem.is_single and config.num_stages > 1  # with the tile of scores
-        part = 0 if is_shared else 128 * min(m, 16 * warps)
-    elif problem.target.family == "wgmma":
-        part = (512 if m >= 16 * warps else 1024) * warps
-    else:
-        part = 0 if m >= 32 * warps else (1024 if m >= 16 * warps else 2048) * warps
-    return min(part, 4 * m * config.BLOCK_N)
+def _element_scratch(problem: TileProblem) -> int:
+    """Bytes an element that is read or added to one by one takes on its way between two layouts: by Triton's version a part
+    of the tile or, as said here, all of it."""
+    if problem.kernel == "dq" and problem.reads.may_have_gradient:
+        return 4
+    return 0 if not problem.reads.is_narrow else 4 if problem.target.family == "tcgen05" else 2
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:

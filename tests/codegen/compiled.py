@@ -60,7 +60,7 @@ def spec_of(
     """A kernel as the runtime would ask for it, with its preferred tiles."""
     score, mask = LEAVES[leaf]
     bound = [t for t in (score, mask) if t is not None]
-    layout = TensorLayout(dtype, True, aligned, False)
+    layout = TensorLayout(dtype, aligned, False)
     capture_grads = (0,) if leaf in ("bias", "half bias") and kernel == "dq" else ()
     return KernelSpec(
         kernel=kernel, target=target_of(arch), config=config or preferred(kernel, arch, dim, dtype, leaf)[0], qk_dim=dim,
@@ -162,5 +162,5 @@ def shared_of(spec: KernelSpec) -> int:
 
 def most_shared(spec: KernelSpec) -> int:
     """What the layout of q, k and v that takes the most takes: the choice of tiles does not know them."""
-    plain = replace(spec, layouts=(replace(spec.layouts[0], is_aligned=False),) * 4)
+    plain = replace(spec, layouts=(TensorLayout(spec.layouts[0].dtype, False, False),) * 4)
     return max(shared_of(spec), shared_of(plain))

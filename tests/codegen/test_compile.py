@@ -114,7 +114,8 @@ def test_amd(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", BUILDERS)
 def test_mask_builder(kernel: str, arch: int) -> None:
     _, used = compile_and_measure(builder_of(kernel, arch=arch))
-    assert used.shared <= 48 * KIB and used.spills <= SPILLS, used
+    # a row of the table is one warp's work, with bounds of 64 blocks in flight: 408 bytes by Triton 3.9
+    assert used.shared <= 48 * KIB and used.spills <= (448 if kernel == "block_map" else SPILLS), used
 
 
 def test_no_skeleton_is_left_out() -> None:
@@ -175,7 +176,10 @@ def check_model(spec: object, *, used: int) -> None:
     model = shared_bytes(spec.config, problem_of(spec))  # type: ignore[arg-type, attr-defined]
     what = f"{spec.kernel} {spec.config} sm_{spec.target.arch}: the model says {model}, the compiler {used}"  # type: ignore[attr-defined]
     assert used <= model, what
-    assert model - used <= max(4 * KIB, 0.05 * used), what
+    # captured elements that are narrow or have a gradient: Triton 3.9 turns a whole tile of them, 3.6.0 a part
+    reads, tile = problem_of(spec).reads, spec.config.BLOCK_M * spec.config.BLOCK_N  # type: ignore[arg-type, attr-defined]
+    is_turned = reads.is_narrow or (spec.kernel == "dq" and reads.may_have_gradient)  # type: ignore[attr-defined]
+    assert model - used <= max(4 * KIB, 0.05 * used) + (4 * tile if is_turned else 0), what
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -25,7 +25,7 @@ from flexattn.errors import DTypeError, OptionError, UnsupportedError
 from flexattn.frontend.trace import trace
 from flexattn.runtime.options import parse_options
 
-LAYOUT = TensorLayout("bf16", True, True, False)
+LAYOUT = TensorLayout("bf16", True, False)
 
 
 def spec_with(score: Any = None, mask: Any = None, kernel: str = "forward", **fields: Any) -> KernelSpec:
@@ -109,7 +109,7 @@ def test_tanh_by_data_type() -> None:
     score = lambda s, b, h, i, j: torch.tanh(s)
     forms = {"bf16": "leaf_ops.tanh(score)", "fp16": "leaf_ops.tanh_exp2(score)", "fp32": "leaf_ops.tanh_exact(score)"}
     for dtype, form in forms.items():
-        assert form in score_text(score, layouts=(TensorLayout(dtype, True, True, False),) * 4)
+        assert form in score_text(score, layouts=(TensorLayout(dtype, True, False),) * 4)
     assert "leaf_ops.tanh_exact(score)" in score_text(score, target=INTERPRETER)
 
 
@@ -144,7 +144,7 @@ def test_argument_types_follow_from_facts_only() -> None:
     assert not any(name in ("kv_len", "caps", "LSE") for name, _, _ in source.aligned)
     wide = emit(replace(spec, captures=(CaptureLayout("fp32", 2, True),), wide_numbers=(True,)))
     assert wide.signature["caps"] == ("*fp32", "i64", "i64", "i64", "i64", "i64")
-    loose = replace(spec, layouts=(TensorLayout("bf16", False, False, True),) * 4)
+    loose = replace(spec, layouts=(TensorLayout("bf16", False, True),) * 4)
     assert emit(loose).signature["k_strides"] == ("i64", "i64", "i64", "i64")
     assert {name for name, _, _ in emit(loose).aligned} == {"OUT", "out_strides"}
     assert emit(spec_with()).signature["caps"] == ("i32",)
@@ -160,9 +160,8 @@ def test_readable_text_is_one_file_that_parses() -> None:
 
 def test_layout_facts() -> None:
     x = torch.zeros(2, 3, 40, 64, dtype=torch.bfloat16)
-    assert tensor_layout(x) == TensorLayout("bf16", True, True, False)
-    assert tensor_layout(x[..., 1:33]) == TensorLayout("bf16", True, False, False)
-    assert tensor_layout(x.transpose(2, 3)) == TensorLayout("bf16", False, False, False)
+    assert tensor_layout(x) == TensorLayout("bf16", True, False)
+    assert tensor_layout(x[..., 1:33]) == TensorLayout("bf16", False, False)
     assert tensor_layout(x[:, :, :, :46]).is_aligned
     assert not tensor_layout(torch.zeros(1, 1, 3, 46, dtype=torch.bfloat16)).is_aligned
     huge = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 1, 300, 64)
@@ -216,4 +215,4 @@ def test_half_inputs_divide_by_a_number_once_a_program() -> None:
     cap = 30.0
     score = lambda s, b, h, q_idx, kv_idx: torch.tanh(s / cap) + s / (q_idx + 1)
     assert "score * (1.0 / caps[0])" in score_text(score)
-    assert "score / caps[0]" in score_text(score, layouts=(TensorLayout("fp32", True, True, False),) * 4)
+    assert "score / caps[0]" in score_text(score, layouts=(TensorLayout("fp32", True, False),) * 4)
