@@ -38,7 +38,7 @@ def spec_of(
 ) -> KernelSpec:
     """A spec whose only program is `traced`."""
     program, binding = traced
-    layout = TensorLayout(dtype, True, True, False)
+    layout = TensorLayout(dtype, True, False)
     return KernelSpec(
         kernel=kernel,
         target=INTERPRETER if interpreted else target_of(90),

@@ -26,7 +26,6 @@ _SKELETONS = {
     "order": ("block_map", "block_order"),
 }
 _TABLE = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
-_LOADS = {"strided": 0, "unit": 1, "described": 2}  # as skeletons/tiles.py numbers them
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
 
@@ -89,7 +88,7 @@ def emit(spec: KernelSpec) -> KernelSource:
         Text and data that the runtime compiles.
 
     Example:
-        >>> bf16 = TensorLayout("bf16", is_unit=True, is_aligned=True, is_wide=False)
+        >>> bf16 = TensorLayout("bf16", is_aligned=True, is_wide=False)
         >>> source = emit(KernelSpec("forward", target_of(90), TileConfig(128, 64, 4, 3), 64, 64, layouts=(bf16,) * 4))
         >>> source.function, source.signature["Q"], source.signature["q_len"]
         ('attention_forward', 'tensordesc<bf16[1, 1, 128, 64]>', 'i32')
@@ -136,7 +135,7 @@ class _Arguments:
     def result(self, name: str, dim: int, strides: str) -> None:
         """A tensor the launcher allocates, unit stride, in the inputs' data type."""
         dtype = self.spec.layouts[0].dtype
-        self.tensor(name, TensorLayout(dtype, True, dim * (4 if dtype == "fp32" else 2) % 16 == 0, False), strides)
+        self.tensor(name, TensorLayout(dtype, dim * (4 if dtype == "fp32" else 2) % 16 == 0, False), strides)
 
     def plain(self, **types: Any) -> None:
         """Arguments whose types are given as they are."""
@@ -190,8 +189,8 @@ def _inputs(arguments: _Arguments, names: tuple[str, ...] = ("Q", "K", "V")) -> 
     spec = arguments.spec
     (qk_pad, v_pad), config = tile_dims(spec.qk_dim, spec.v_dim, spec.target), spec.config
     blocks = ((config.BLOCK_M, qk_pad), (config.BLOCK_N, qk_pad), (config.BLOCK_N, v_pad), (config.BLOCK_M, v_pad))
-    for name, layout, load, block in zip(names, spec.layouts, spec.loads, blocks):
-        arguments.tensor(name, layout, f"{name.lower()}_strides", block if load == "described" else None)
+    for name, layout, is_described, block in zip(names, spec.layouts, spec.described, blocks):
+        arguments.tensor(name, layout, f"{name.lower()}_strides", block if is_described else None)
 
 
 def _backward_inputs(arguments: _Arguments) -> None:
@@ -233,20 +232,20 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     """Values of the upper-case parameters; a user function that is absent is None."""
     if not spec.layouts:
         return _builder_constexprs(spec)
-    q, k, v, d_out = (_LOADS[load] for load in spec.loads)
+    q, k, v, d_out = spec.described
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
-                "D_OUT_LOAD": d_out}  # fmt: skip
+                "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     values: dict[str, Any] = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
         "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
-        "FOLD_SCALE": spec.fold_scale, "Q_LOAD": q, "K_LOAD": k,
-        "V_LOAD": v, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
+        "FOLD_SCALE": spec.fold_scale, "IS_Q_DESCRIBED": q, "IS_K_DESCRIBED": k,
+        "IS_V_DESCRIBED": v, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
     }  # fmt: skip
     if spec.kernel == "forward":
         return {**values, "WANT_MAX": spec.want_max}
-    values |= {"SCORE_GRAD": None, "D_OUT_LOAD": d_out}
+    values |= {"SCORE_GRAD": None, "IS_D_OUT_DESCRIBED": d_out}
     if spec.kernel == "dq":
         return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq}
     return {**values, "WANT_DK": spec.want_dk, "WANT_DV": spec.want_dv}

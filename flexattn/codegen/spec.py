@@ -47,14 +47,12 @@ class TensorLayout(NamedTuple):
 
     Args:
         dtype: 'bf16', 'fp16' or 'fp32'.
-        is_unit: The last dimension has stride 1.
-        is_aligned: Also, the pointer and the other strides are multiples of 16 bytes.
+        is_aligned: The pointer and all strides but the last, which is 1, are multiples of 16 bytes.
         is_wide: Offsets inside one tile may pass 2^31 elements.
         is_expanded: A dimension has stride 0, which a tensor descriptor cannot say.
     """
 
     dtype: str
-    is_unit: bool
     is_aligned: bool
     is_wide: bool
     is_expanded: bool = False
@@ -99,11 +97,10 @@ class KernelSpec:
         return tuple(kind for program in (self.score, self.mask) if program is not None for kind in program.numbers)
 
     @property
-    def loads(self) -> tuple[str, ...]:
-        """How each of q, k, v and d_out is loaded: 'described' (by the hardware, through a tensor descriptor), 'unit'
-        (last stride 1) or 'strided'."""
+    def described(self) -> tuple[bool, ...]:
+        """Whether each of q, k, v and d_out is loaded by the hardware, through a tensor descriptor."""
         has_descriptors = self.target.has_descriptors and self.kernel != "delta"
-        return tuple(_load(layout, has_descriptors) for layout in self.layouts)
+        return tuple(has_descriptors and x.dtype != "fp32" and x.is_aligned and not x.is_expanded for x in self.layouts)
 
     @property
     def ranged(self) -> tuple[int, ...]:
@@ -124,13 +121,8 @@ class KernelSpec:
         return {"bf16": half, "fp16": "exp2"}.get(self.layouts[0].dtype, "exact")
 
 
-def _load(layout: TensorLayout, has_descriptors: bool) -> str:
-    describable = layout.dtype != "fp32" and layout.is_aligned and not layout.is_expanded
-    return "described" if has_descriptors and describable else "unit" if layout.is_unit else "strided"
-
-
 def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout:
-    """Layout facts of a [batch, heads, length, dim] tensor."""
+    """Layout facts of a [batch, heads, length, dim] tensor whose last stride is 1 (or matters not, for a dim of 1)."""
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         hint = "convert query, key and value, or kernel_options={'BACKEND': 'TORCH'}"
         raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint=hint)
@@ -141,16 +133,15 @@ def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout
 def _tensor_layout(
     dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], offset: int, tile_rows: int
 ) -> TensorLayout:
-    unit = strides[3] == 1 or shape[3] == 1
-    aligned = unit and offset == 0 and all(s % (16 // dtype.itemsize) == 0 for s in strides[:3])
+    aligned = offset == 0 and all(s % (16 // dtype.itemsize) == 0 for s in strides[:3])
     reach = tile_rows * strides[2] + 2 * shape[3] * strides[3]
     expanded = any(s <= 0 and n > 1 for s, n in zip(strides, shape))
-    return TensorLayout(_NAMES[dtype], unit, aligned, reach > LIMIT_32, expanded)
+    return TensorLayout(_NAMES[dtype], aligned, reach > LIMIT_32, expanded)
 
 
 def fresh_layout(dtype: torch.dtype, dim: int) -> TensorLayout:
     """Layout of a tensor this library allocates itself."""
-    return TensorLayout(_NAMES[dtype], True, dim * dtype.itemsize % 16 == 0, False)
+    return TensorLayout(_NAMES[dtype], dim * dtype.itemsize % 16 == 0, False)
 
 
 def capture_layout(tensor: torch.Tensor) -> CaptureLayout:

@@ -126,7 +126,7 @@ class _NoCustomGradient:
 
 
 @functools.lru_cache(maxsize=4096)
-def _code_facts(code: types.CodeType) -> tuple[frozenset[tuple[type, Any]], frozenset[str]]:
+def code_facts(code: types.CodeType) -> tuple[frozenset[tuple[type, Any]], frozenset[str]]:
     """(numeric literals, global names) of a code object and those nested in it."""
     literals: set[tuple[type, Any]] = set()
     names = set(code.co_names)
@@ -138,7 +138,7 @@ def _code_facts(code: types.CodeType) -> tuple[frozenset[tuple[type, Any]], froz
             for item in value:
                 collect(item)
         elif isinstance(value, types.CodeType):
-            inner, inner_names = _code_facts(value)
+            inner, inner_names = code_facts(value)
             literals.update(inner)
             names.update(inner_names)
 
@@ -221,7 +221,7 @@ class Tagger:
         module = fn.__module__ or ""
         if module.split(".")[0] in ("torch", "numpy"):
             return fn
-        literals, names = _code_facts(fn.__code__)
+        literals, names = code_facts(fn.__code__)
         self.literals.update(literals)
         self._copies[fn] = fn  # while its cells are copied: a recursive function keeps calling the original
         replaced = {

@@ -21,6 +21,7 @@ from flexattn.frontend.expr import Expr, convert, make, var
 from flexattn.frontend.numbers import Tagger
 from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
 from flexattn.frontend.proxy import Proxy, Row, Trace
+from flexattn.frontend.recall import recall, remember
 from flexattn.frontend.simplify import simplify
 from flexattn.frontend.source import function_name, function_source
 
@@ -54,7 +55,7 @@ def mod_kind(fn: Callable[..., Any]) -> str:
 def trace(
     fn: Callable[..., Any], kind: str, *, score_dtype: torch.dtype = torch.float32, sources: bool = False
 ) -> Traced:
-    """Trace a mod once.
+    """Trace a mod once. A plain function that can see nothing new since its last trace is not run again.
 
     Args:
         fn: `score_mod(score, b, h, q_idx, kv_idx)` or `mask_mod(b, h, q_idx, kv_idx)`: a function, partial, callable object or module.
@@ -73,6 +74,9 @@ def trace(
         >>> str(trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask").program)
         'kv_idx <= q_idx'
     """
+    key = (kind, score_dtype)
+    if not sources and (known := recall(fn, key)) is not None:
+        return known
     tagger = Tagger()
     state = Trace(tagger, sources)
     arguments = [Proxy(var(n), state) for n in _INDICES]
@@ -88,7 +92,10 @@ def trace(
             raise type(e)(e.what, given=e.given, hint=e.hint, where=str(where)) from None
         raise
     body = simplify(_result(fn, kind, state, result, score_dtype))
-    return _pack(fn, kind, body, state)
+    traced = _pack(fn, kind, body, state)
+    if not sources:
+        remember(fn, key, traced)
+    return traced
 
 
 def _result(fn: Callable[..., Any], kind: str, state: Trace, result: Any, score_dtype: torch.dtype) -> Expr:

@@ -7,6 +7,7 @@ whatever was chosen; autotuning calls it with several choices and drops their re
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from flexattn.codegen.spec import KernelSpec, fresh_layout, tensor_layout
 from flexattn.codegen.tile_config import delta_config, padded
 from flexattn.runtime import device as devices
+from flexattn.runtime import settings
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
 from flexattn.runtime.compile import first_that_builds, flat_arguments
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order
@@ -40,8 +42,8 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         CompileError: No configuration could be built.
         OptionError: kernel_options names tiles that are not legal here.
     """
-    q = problem.q
-    pairs = q.shape[0] * q.shape[1]
+    q = problem.q  # its order of dimensions is out's
+    pairs, problem = q.shape[0] * q.shape[1], _with_unit_strides(problem)
 
     def start(chosen: Chosen) -> tuple[Tensor, Tensor, Tensor | None]:
         out = _unit_like(q, problem.v.shape[3])
@@ -74,10 +76,11 @@ def backward(
         they are summed over the batch inside the kernel, in float32.
     """
     need_q, need_k, need_v, need_captures = needs
+    problem = _with_unit_strides(problem)
     with devices.current(problem.q.device):
         d_out = d_out.to(out.dtype)
-        if not tensor_layout(d_out).is_aligned:
-            d_out = d_out.contiguous()
+        if d_out.stride(3) != 1 or not tensor_layout(d_out).is_aligned:
+            d_out = d_out.clone(memory_format=torch.contiguous_format)
         if out.stride(3) != 1:  # out follows query's order of dimensions, and the last one may not be innermost there
             out = out.contiguous()
         common = run_delta(problem, plan, out, lse, d_out, d_lse)
@@ -98,6 +101,21 @@ def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
     for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
         for config in likely_tiles(problem, plan, kernel):
             prepare_table(problem, config, transposed=kernel == "dkdv")
+
+
+def _with_unit_strides(problem: Problem) -> Problem:
+    """The problem over copies of those inputs whose last dimension is not contiguous; each would be read many times."""
+    tensors = {"q": problem.q, "k": problem.k, "v": problem.v}
+    copied = {name: x.contiguous() for name, x in tensors.items() if x.stride(3) != 1 and x.shape[3] > 1}
+    if not copied:
+        return problem
+    names = " and ".join({"q": "query", "k": "key", "v": "value"}[name] for name in copied)
+    settings.warn_once(
+        f"copies {names}",
+        f"flex_attention copies {names} at every call: the last dimension is not contiguous. Try: .contiguous() once",
+        settings.FlexPerformanceWarning,
+    )
+    return dataclasses.replace(problem, **copied)
 
 
 # ---------------------------------------------------------------- arguments

@@ -29,7 +29,7 @@ from tests.helpers import causal, check, make_qkv
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-BF16 = TensorLayout("bf16", is_unit=True, is_aligned=True, is_wide=False)
+BF16 = TensorLayout("bf16", is_aligned=True, is_wide=False)
 DEFAULT, SECOND, THIRD = TileConfig(128, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2)
 QUESTION = autotune.Question(
     KernelSpec("forward", target_of(90), DEFAULT, 64, 64, layouts=(BF16,) * 4),

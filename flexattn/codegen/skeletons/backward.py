@@ -16,14 +16,14 @@ from flexattn.codegen.skeletons import softmax, tiles
 @triton.jit
 def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, pairs,
                              lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                             HAS_D_LSE: tl.constexpr, D_OUT_LOAD: tl.constexpr):
+                             HAS_D_LSE: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr):
     """delta of BLOCK_M rows, and their log-sums as the gradient kernels read them."""
     pair = tl.program_id(0) // lines
     first = (tl.program_id(0) % lines) * BLOCK_M
     batch = pair // q_heads
     head = pair % q_heads
-    out = tiles.load_tile(OUT, out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, tiles.UNIT, True)
-    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, D_OUT_LOAD, True)
+    out = tiles.load_tile(OUT, out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, False, True)
+    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED, True)
     rows = first + tl.arange(0, BLOCK_M)
     at = pair.to(tl.int64) * q_len + rows
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
@@ -67,7 +67,7 @@ def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_stri
               MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
               V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_DQ: tl.constexpr,
-              K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+              IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every key tile of one kind to dq [M, QK] and to the sums of captured tensors."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     kv_head = head // group
@@ -78,9 +78,9 @@ def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_stri
             stop = tl.load(EXTRA + 2 * (more + span - 1) + 1)
         for block in tl.range(start, stop):
             first = block * BLOCK_N
-            k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, K_LOAD,
+            k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_DESCRIBED,
                                 IS_PARTIAL)  # [N, QK]
-            v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, V_LOAD,
+            v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_DESCRIBED,
                                 IS_PARTIAL)  # [N, V]
             natural = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
             natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
@@ -106,8 +106,8 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
                           SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
                           V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
                           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr,
-                          WANT_DQ: tl.constexpr, Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr,
-                          V_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr,
+                          WANT_DQ: tl.constexpr, IS_Q_DESCRIBED: tl.constexpr, IS_K_DESCRIBED: tl.constexpr,
+                          IS_V_DESCRIBED: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
                           UPCAST: tl.constexpr):
     """dq of one query tile of one (batch, head) pair; grid: pairs * lines programs."""
     pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
@@ -116,8 +116,8 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
     line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
     first = tl.load(line) * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)
-    q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD, True)
-    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, D_OUT_LOAD, True)
+    q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_DESCRIBED, True)
+    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED, True)
     at = pair.to(tl.int64) * q_len + rows
     row_lse = tl.load(ROW_LSE + at, mask=rows < q_len, other=float("inf"))
     delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
@@ -126,11 +126,11 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
     dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
                    SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                   WANT_DQ, K_LOAD, V_LOAD, PRECISION, UPCAST)
+                   WANT_DQ, IS_K_DESCRIBED, IS_V_DESCRIBED, PRECISION, UPCAST)
     dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
                    SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                   WANT_DQ, K_LOAD, V_LOAD, PRECISION, UPCAST)
+                   WANT_DQ, IS_K_DESCRIBED, IS_V_DESCRIBED, PRECISION, UPCAST)
     if WANT_DQ:
         tiles.store_tile(DQ, dq_strides, batch, head, first, q_len, dq * scale, BLOCK_M, QK_DIM, QK_PAD)
 
@@ -141,7 +141,7 @@ def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, q_str
                 MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                 QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 FOLD_SCALE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-                Q_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                IS_Q_DESCRIBED: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every query tile of one kind to dk [N, QK] and dv [N, V]; scores are transposed, [N, M]."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     spans, start, stop, more = tiles.first_span(line, KIND)
@@ -152,9 +152,9 @@ def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, q_str
         for block in tl.range(start, stop):
             first = block * BLOCK_M
             rows = first + tl.arange(0, BLOCK_M)
-            q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD,
+            q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_DESCRIBED,
                                 IS_PARTIAL)  # [M, QK]
-            d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, D_OUT_LOAD,
+            d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED,
                                     IS_PARTIAL)  # [M, V]
             if IS_PARTIAL:
                 row_lse = tl.load(lse_base + rows, mask=rows < q_len, other=float("inf"))
@@ -185,8 +185,8 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
                             MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                             QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                             FOLD_SCALE: tl.constexpr, WANT_DK: tl.constexpr,
-                            WANT_DV: tl.constexpr, Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr,
-                            V_LOAD: tl.constexpr, D_OUT_LOAD: tl.constexpr, PRECISION: tl.constexpr,
+                            WANT_DV: tl.constexpr, IS_Q_DESCRIBED: tl.constexpr, IS_K_DESCRIBED: tl.constexpr,
+                            IS_V_DESCRIBED: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
                             UPCAST: tl.constexpr):
     """dk and dv of one key tile of one (key batch, key head) pair; grid: pairs * lines programs.
 
@@ -199,8 +199,8 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
     line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
     first = tl.load(line) * BLOCK_N
     kv_idx = (first + tl.arange(0, BLOCK_N))[:, None]
-    k = tiles.load_tile(K, k_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, K_LOAD, True)
-    v = tiles.load_tile(V, v_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, V_LOAD, True)
+    k = tiles.load_tile(K, k_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_DESCRIBED, True)
+    v = tiles.load_tile(V, v_strides, kv_batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_DESCRIBED, True)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     dk = tl.zeros([BLOCK_N, QK_PAD], tl.float32)
     dv = tl.zeros([BLOCK_N, V_PAD], tl.float32)
@@ -220,12 +220,12 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
                                        DELTA + row_offset, line, EXTRA, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
                                        SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                                       WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
+                                       WANT_DK, WANT_DV, IS_Q_DESCRIBED, IS_D_OUT_DESCRIBED, PRECISION, UPCAST)
         part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, Q, D_OUT, ROW_LSE + row_offset,
                                        DELTA + row_offset, line, EXTRA, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
                                        SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
-                                       WANT_DK, WANT_DV, Q_LOAD, D_OUT_LOAD, PRECISION, UPCAST)
+                                       WANT_DK, WANT_DV, IS_Q_DESCRIBED, IS_D_OUT_DESCRIBED, PRECISION, UPCAST)
         if BY_HEAD:
             dk += part_dk
             dv += part_dv

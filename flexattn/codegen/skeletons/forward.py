@@ -14,8 +14,8 @@ from flexattn.codegen.skeletons import softmax, tiles
 def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale, factor, batch, head,
            group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
            QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, K_LOAD: tl.constexpr,
-           V_LOAD: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, IS_K_DESCRIBED: tl.constexpr,
+           IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every tile of one kind (full or partial) to the running rows of this program."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     kv_head = head // group
@@ -26,7 +26,7 @@ def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, s
             stop = tl.load(EXTRA + 2 * (more + span - 1) + 1)
         for block in tl.range(start, stop):
             first = block * BLOCK_N
-            k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, K_LOAD,
+            k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_DESCRIBED,
                                 IS_PARTIAL)  # [N, QK]
             scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
             scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
@@ -37,7 +37,7 @@ def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, s
                 keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, caps, MASK_MOD)
                 scores = tl.where(keep, scores, float("-inf"))
             probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
-            v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, V_LOAD,
+            v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_DESCRIBED,
                                 IS_PARTIAL)  # [N, V]
             acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
     return acc, peak, total
@@ -49,7 +49,7 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
                       SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                       QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr,
-                      Q_LOAD: tl.constexpr, K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, PRECISION: tl.constexpr,
+                      IS_Q_DESCRIBED: tl.constexpr, IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
                       UPCAST: tl.constexpr):
     """One query tile of one (batch, head) pair; grid: pairs * lines programs."""
     pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
@@ -58,18 +58,18 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
     line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
     first = tl.load(line) * BLOCK_M
     q_idx = (first + tl.arange(0, BLOCK_M))[:, None]
-    q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, Q_LOAD, True)
+    q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_DESCRIBED, True)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
                               factor, batch, head, group, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, K_LOAD, V_LOAD,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
                               PRECISION, UPCAST)
     acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
                               factor, batch, head, group, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, K_LOAD, V_LOAD,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
                               PRECISION, UPCAST)
     safe = tl.where(total == 0.0, 1.0, total)[:, None]  # an empty row is 0 / 1
     if q.dtype == tl.float32:

@@ -11,9 +11,6 @@ import triton.language as tl
 ROW_INTS = tl.constexpr(12)
 FULL = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
-STRIDED = tl.constexpr(0)  # how a tile is loaded: any strides,
-UNIT = tl.constexpr(1)  # last stride 1,
-DESCRIBED = tl.constexpr(2)  # through a tensor descriptor
 
 
 @triton.jit
@@ -40,22 +37,19 @@ def first_span(line, KIND: tl.constexpr):
 
 @triton.jit
 def load_tile(TENSOR, strides, batch, head, first, length, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-              LOAD: tl.constexpr, IS_MASKED: tl.constexpr):
+              IS_DESCRIBED: tl.constexpr, IS_MASKED: tl.constexpr):
     """Rows first .. first + ROWS of one head of a [batch, heads, length, DIM] tensor -> [ROWS, PAD], zeros outside it.
 
-    TENSOR is a pointer, or where LOAD is DESCRIBED a tensor descriptor of blocks [1, 1, ROWS, PAD], which the hardware
-    copies to shared memory by itself, zeros included; a batch stride of 0 is a batch of 1 that serves all."""
-    if LOAD == DESCRIBED:
+    The last stride is 1. TENSOR is a pointer, or where IS_DESCRIBED a tensor descriptor of blocks [1, 1, ROWS, PAD], which
+    the hardware copies to shared memory by itself, zeros included; a batch stride of 0 is a batch of 1 that serves all."""
+    if IS_DESCRIBED:
         return TENSOR.load([tl.where(strides[0] == 0, 0, batch), head, first, 0]).reshape(ROWS, PAD)
     else:
         rows = tl.arange(0, ROWS)
         dims = tl.arange(0, PAD)
         start = TENSOR + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         start += first.to(tl.int64) * strides[2]
-        if LOAD == UNIT:
-            pointers = start + (rows[:, None] * strides[2] + dims[None, :])
-        else:
-            pointers = start + (rows[:, None] * strides[2] + dims[None, :] * strides[3])
+        pointers = start + (rows[:, None] * strides[2] + dims[None, :])
         if IS_MASKED:
             inside = (first + rows)[:, None] < length
             if DIM < PAD:
