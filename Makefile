@@ -82,12 +82,12 @@ test-interpret: $(READY)
 
 # What Triton compiles depends on its version, so the compile set also runs under the oldest one.
 test-triton36: $(READY36)
-	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) -m "not slow" tests/codegen/test_compile.py
+	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) -m "not slow" tests/codegen/test_compile*.py
 
 test-all: notebooks $(READY36)
 	$(PYTEST) -n $(JOBS) -m "not notebook"
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpret
-	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) tests/codegen/test_compile.py
+	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) tests/codegen/test_compile*.py
 
 notebooks: $(READY)
 	$(PY) -m pytest -m notebook tests/test_notebooks.py

@@ -15,12 +15,11 @@ from flexattn.codegen.spec import KernelSpec, TensorLayout, capture_layout, wide
 from flexattn.codegen.target import GFX942, Target, target_of
 from flexattn.codegen.tile_config import TileConfig, TileProblem, candidates, delta_config, padded, tile_problem, trials
 from flexattn.frontend.trace import Traced, trace
-from flexattn.runtime import block_map
 from flexattn.runtime import compile as compiling
 
 TARGETS = (80, 86, 89, 90, 100, 120, GFX942)
 KERNELS = ("forward", "dq", "dkdv")
-BUILDERS = ("block_map", "order", "ranges", "ranges_above")
+BUILDERS = ("block_map", "order", "ranges", "ranges_above")  # tests/codegen/test_compile_block_map.py
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,6 @@ def spec_of(
         captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
         wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), capture_grads=capture_grads,
         fold_scale=score is None and dtype != "fp32", precision=precision,
-    )  # fmt: skip
-
-
-def builder_of(kernel: str, *, arch: int) -> KernelSpec:
-    """A kernel of the mask builder, as runtime/block_map.py asks for it, for masks of documents."""
-    mask = LEAVES["document"][1]
-    assert mask is not None
-    captures = tuple(capture_layout(c) for c in mask.binding.captures)
-    tiles = {"block_map": block_map._ROW, "order": block_map._ORDER, "ranges": TileConfig(64, 64, 4, 1)}
-    return KernelSpec(
-        kernel=kernel, target=target_of(arch), config=tiles.get(kernel, TileConfig(256, 4, 4, 1)), qk_dim=0, v_dim=0,
-        layouts=(), mask=mask.program if kernel == "block_map" else None, captures=() if kernel == "order" else captures,
     )  # fmt: skip
 
 
