@@ -109,6 +109,8 @@ def _built(predicate: PredicateMask, config: TileConfig, transposed: bool, room:
     device = predicate.device
     target, spans = devices.target_for(device), room.spans()
     built = build_table(predicate, config, target, transposed=transposed, room=spans)
+    if room.needed > built.room:
+        _say_too_many(room.needed, built.room)
     report = None if devices.is_capturing(device) else _Report(built.needed)
     if report is not None:
         room.reports.append(report)
@@ -116,24 +118,38 @@ def _built(predicate: PredicateMask, config: TileConfig, transposed: bool, room:
 
 
 # ---------------------------------------------------------------- room for spans
+_LOCK = threading.Lock()
+_SLOTS: list[Tensor] = []  # pinned int32 [1] that nobody uses: to get one from the driver takes as long as a table
+
+
+def _slot() -> Tensor:
+    with _LOCK, torch.inference_mode(False):  # whoever writes to it next
+        if not _SLOTS:
+            _SLOTS.extend(torch.zeros(256, dtype=torch.int32, pin_memory=True).split(1))
+        return _SLOTS.pop()
+
+
 class _Report:
     """How many spans the rows that did not fit have: 0 until the device has said so, and where all fit."""
 
     def __init__(self, needed: Tensor) -> None:
-        self._needed = torch.empty(1, dtype=torch.int32, pin_memory=True)
-        self._needed.copy_(needed, non_blocking=True)
-        self._arrived, self._spans = torch.cuda.Event(), -1
+        self._device, self._slot = needed.device, _slot()
+        self._slot.copy_(needed, non_blocking=True)
+        self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(needed.device))
-        self._device = needed.device
+        self._spans: int | None = None
 
     def spans(self) -> int:
         """As far as is known; a deterministic run waits until it is."""
-        if self._spans < 0 and not devices.is_capturing(self._device):  # a capture may not ask
+        if self._spans is None and not devices.is_capturing(self._device):  # a capture may not ask
             if torch.are_deterministic_algorithms_enabled():
                 self._arrived.synchronize()
             if self._arrived.query():
-                self._spans = int(self._needed)
-        return max(self._spans, 0)
+                with _LOCK:
+                    if self._spans is None:
+                        self._spans = int(self._slot)
+                        _SLOTS.append(self._slot)
+        return self._spans or 0
 
 
 class _Entry(NamedTuple):
@@ -146,7 +162,7 @@ class _Entry(NamedTuple):
         """Whether rows are known not to fit, though they could."""
         if self.report is None or self.report.spans() <= self.built.room:
             return False
-        if self.built.is_largest:
+        if self.built.is_largest:  # also where no later table is made
             _say_too_many(self.report.spans(), self.built.room)
         return not self.built.is_largest
 
@@ -156,22 +172,23 @@ class _Room:
 
     def __init__(self, usual: int) -> None:
         self.reports: deque[_Report] = deque(maxlen=8)
-        self._spans = usual
+        self.usual, self.needed = usual, 0
 
     def spans(self) -> int:
         """In powers of two, never less than before."""
-        most = max((r.spans() for r in tuple(self.reports)), default=0)
-        self._spans = max(self._spans, 1 << (most - 1).bit_length() if most else 0)
-        return self._spans
+        self.needed = max(self.needed, *(r.spans() for r in tuple(self.reports)), 0)
+        return max(self.usual, 1 << (self.needed - 1).bit_length() if self.needed else 0)
 
 
 _ROOMS: dict[Hashable, _Room] = {}
-_LOCK = threading.Lock()
 
 
 def _room_of(program: Program, key: Hashable, device: torch.device) -> _Room:
     with _LOCK:
-        return _ROOMS.setdefault((program, key, device), _Room(usual_spans(program)))
+        room = _ROOMS.get((program, key, device))
+        if room is None:
+            room = _ROOMS[program, key, device] = _Room(usual_spans(program))
+        return room
 
 
 def usual_spans(program: Program) -> int:

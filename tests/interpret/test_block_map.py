@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexattn import create_block_mask
+from flexattn import BlockMask, create_block_mask
 from flexattn.codegen.target import INTERPRETER
 from flexattn.codegen.tile_config import TileConfig
+from flexattn.runtime import block_map, settings
 from flexattn.runtime.block_map import Built, build_table, build_tree, usual_spans
 from tests.frontend.mask_families import BATCH, HEADS, families
 from tests.span_tables import check_table, dense_of, expected_of
@@ -76,6 +77,19 @@ def test_every_pair_is_looked_at_where_bounds_and_witnesses_do_not_tell() -> Non
         check(lambda b, h, i, j: ((i ^ q) + (j ^ k) == 0) ^ is_dropped, (64, 70), (64, 64), sizes=(1, 1))
 
 
+def test_lengths_up_to_the_end_of_32_bits() -> None:
+    """No index passes the length on the way: tiles of a million tokens, so that there are few, and the same across."""
+    last = 2**31 - 1
+    mask_mod = lambda b, h, q_idx, kv_idx: (kv_idx < 3 << 20) | (kv_idx >= last - 5000)
+    swapped = lambda b, h, q_idx, kv_idx: mask_mod(b, h, kv_idx, q_idx)
+    for mask, lengths, tile, transposed in (
+        (mask_mod, (9, last), (8, 1 << 20), False),
+        (swapped, (last, 9), (1 << 20, 8), True),
+        (lambda b, h, i, j: (i >= j) & (i < last - 3), (last, 5), (1 << 29, 8), False),
+    ):
+        check(mask, lengths, tile, sizes=(1, 1), directions=(transposed,))
+
+
 # ---------------------------------------------------------------- rows that do not fit
 def degraded(wanted: Tensor, room: int) -> tuple[Tensor, int]:
     """The map in which rows of too many spans are one partial span, and the most spans of such a row; [lines, cells]."""
@@ -108,13 +122,69 @@ def test_rows_of_too_many_spans_are_one_partial_span(transposed: bool) -> None:
         assert len(built.table.extra) == 4 * 2 * room
 
 
-def test_a_table_that_would_be_too_large_has_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexattn.runtime import block_map
+class LateReport:
+    """A report that arrives when the test says so, where the real one asks a GPU."""
 
-    predicate = create_block_mask(lambda b, h, i, j: j % 8 < 4, None, None, 16, 64, device="cpu").predicate
-    monkeypatch.setattr(block_map, "_MOST_BYTES", 4 * 2 * 16)  # 4 lines with room for 2
-    built = build_table(predicate, tiles_of(4, 4), INTERPRETER, transposed=False, room=32)
-    assert (built.room, built.is_largest, int(built.needed)) == (2, True, 8)
+    has_arrived = False
+
+    def __init__(self, needed: Tensor) -> None:
+        self.needed = needed
+
+    def spans(self) -> int:
+        return int(self.needed) if LateReport.has_arrived else 0
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> type[LateReport]:
+    monkeypatch.setattr(block_map, "_Report", LateReport)
+    monkeypatch.setattr(block_map, "_ROOMS", {})
+    monkeypatch.setattr(block_map, "usual_spans", lambda program: 2)
+    monkeypatch.setattr(LateReport, "has_arrived", False)
+    settings.forget_warnings()
+    return LateReport
+
+
+def striped(n: int) -> BlockMask:
+    return create_block_mask(lambda b, h, i, j: j % 8 < 4, None, None, 8, n, device="cpu")
+
+
+def kept_table(mask: BlockMask) -> Any:
+    return block_map._table_on_device(mask.predicate, tiles_of(4, 4), False)
+
+
+def test_a_table_grows_once_the_device_has_said_how_much_its_rows_need(late: type[LateReport]) -> None:
+    mask = striped(48)  # 6 spans a row
+    first = kept_table(mask)
+    assert first.rows[0, :, 1:9].tolist() == [[0, 11, 0, 1, 0, 0, 0, 11]] * 2
+    assert kept_table(mask).rows is first.rows  # nothing is known yet
+    late.has_arrived = True
+    grown = kept_table(mask)
+    check_table(grown, mask.tile_map(4, 4), transposed=False)
+    assert len(grown.extra) == 2 * 2 * 8  # two rows, two kinds, 6 in powers of two
+    assert kept_table(mask).rows is grown.rows
+    other = striped(56)  # of the same structure: has learnt
+    check_table(kept_table(other), other.tile_map(4, 4), transposed=False)
+
+
+def test_a_table_that_would_be_too_large_has_less_room_and_says_so(
+    late: type[LateReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_map, "_MOST_BYTES", 2 * 3 * 16)  # two rows with room for 3
+    mask, late.has_arrived = striped(48), True
+    kept_table(mask)  # with room for 2
+    with pytest.warns(settings.FlexPerformanceWarning, match="6 runs of tiles and its table room for 3"):
+        second = kept_table(mask)
+    assert len(second.extra) == 2 * 2 * 3
+    assert kept_table(mask).rows is second.rows
+    assert second.rows[0, :, 1:9].tolist() == [[0, 11, 0, 1, 0, 0, 0, 11]] * 2
+
+
+def test_a_deterministic_run_never_uses_a_table_without_room(
+    late: type[LateReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    late.has_arrived, mask = True, striped(48)  # a real report is waited for
+    check_table(kept_table(mask), mask.tile_map(4, 4), transposed=False)
 
 
 def test_usual_room_follows_the_kind_of_mask() -> None:
