@@ -24,7 +24,9 @@ class Stats:
         plans: plans made, by backend; a plan is made once per structure, never for numbers or lengths.
         builds: kernels compiled, by name.
         launches: kernels started, by name; the torch-ops path counts one per direction.
-        mask_builds: tile maps made, by how they were decided.
+        mask_builds: masks cut into tiles, by how: tile maps 'proved' (bounds and witnesses alone) or 'partly evaluated', and
+            'device' for each table that a GPU made by itself (of one direction, in tiles of one size); nobody waits for that,
+            so how it was decided is not counted.
         tunings: times autotuning timed a kernel's tiles, by kernel; a winner that was remembered or stored is not timed.
         events: the last plans, builds and tunings in order, each with its reason.
 
@@ -141,7 +143,7 @@ def record_mask_build(built: tile_map.TileMap) -> None:
 
 
 def record_device_table() -> None:
-    """A span table was made by the device."""
+    """Counts a span table that the device makes."""
     with _LOCK:
         _NOW.mask_builds["device"] += 1
 
