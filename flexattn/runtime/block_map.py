@@ -7,6 +7,7 @@ how many it has, and once that has arrived by itself, the next table of such a m
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Hashable
@@ -32,6 +33,7 @@ from flexattn.runtime.validate import place_captures
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
 
+_MOST_PAIRS = 1 << 33  # evaluated one by one: some 0.1 s
 _MOST_BYTES = 1 << 28  # of the spans of one table; a row's room takes 16 bytes for each span of a kind
 _ORDER = TileConfig(64, 128, 4, 1)
 _ROW = TileConfig(64, 64, 1, 1)  # a row's program works on vectors of 64 lanes; the tiles themselves are arguments
@@ -74,19 +76,39 @@ def device_table(mask: BlockMask, config: TileConfig, *, transposed: bool) -> De
         transposed: rows are tiles of keys.
 
     Returns:
-        The table; made by the device for a function on a GPU, by the tile map for lists and on a CPU.
+        The table; made by the device for a function on a GPU, by the tile map for lists, on a CPU, and for long masks of
+        floats, which only its bounds follow.
 
     Raises:
         StaleMaskError: a captured tensor has been written to since the mask was made.
     """
     predicate = mask.predicate
-    if predicate is None or predicate.traced is None or predicate.device.type != "cuda" or 0 in predicate.lengths:
+    if predicate is None or not _is_for_device(predicate):
         tiles = mask.tile_map(config.BLOCK_M, config.BLOCK_N)
         rows, extra = tiles.table(transposed)
         return DeviceTable(rows, extra, tiles.batch, tiles.heads)
     predicate.check_current()
     with devices.current(predicate.device):
         return _table_on_device(predicate, config, transposed)
+
+
+def _is_for_device(predicate: PredicateMask) -> bool:
+    """Whether the builder takes a mask. Where it would evaluate very many pairs, as its bounds do not follow floats, the tile
+    map, whose bounds do, is faster though it asks the host; a CUDA graph cannot ask it."""
+    if predicate.traced is None or predicate.device.type != "cuda" or 0 in predicate.lengths:
+        return False
+    return count_pairs(predicate) <= _MOST_PAIRS or not has_floats(predicate) or devices.is_capturing(predicate.device)
+
+
+def count_pairs(predicate: PredicateMask) -> int:
+    """Pairs of all groups that have a table of their own."""
+    return math.prod((*predicate.shared_sizes, *predicate.lengths))
+
+
+def has_floats(predicate: PredicateMask) -> bool:
+    """Whether a mask computes with floats somewhere."""
+    assert predicate.traced is not None
+    return any(n.dtype.is_floating_point for n in topological([predicate.traced.program.body]))
 
 
 def _table_on_device(predicate: PredicateMask, config: TileConfig, transposed: bool) -> DeviceTable:

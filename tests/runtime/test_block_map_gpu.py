@@ -233,6 +233,18 @@ def check_few_rows(table: Any, lines: int) -> None:
     assert torch.equal(rows[:, 0].sort().values, torch.arange(lines, dtype=torch.int32))
 
 
+def test_long_masks_of_floats_are_proved_by_the_tile_map() -> None:
+    """Whose bounds follow floats; the builder's do not, and evaluating every pair would take seconds."""
+    n, tile = 1 << 17, tiles_of(128, 128)
+    near = lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() * 0.5 < 300.25
+    flexattn.reset_stats()
+    table = device_table(create_block_mask(near, None, None, n, n, device=GPU), tile, transposed=False)
+    assert flexattn.stats().mask_builds == {"proved": 1}
+    assert table.rows[0, :, 1:3].sum(1).max() == 11
+    device_table(create_block_mask(near, None, None, 4096, n // 2, device=GPU), tile, transposed=False)
+    assert flexattn.stats().mask_builds == {"proved": 1, "device": 1}
+
+
 def test_counted_as_made_by_the_device() -> None:
     q = torch.randn(1, 2, 300, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     flexattn.reset_stats()
