@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
+
 from flexattn.frontend.expr import Expr, const, convert, make, topological, var
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.program import Program
@@ -38,8 +40,8 @@ class _Functions:
 
     @staticmethod
     def cast_like(x: Expr, like: Expr) -> Expr | None:
-        """x in the type of `like`; None where that has no gradient."""
-        return convert(x, like.dtype) if like.dtype.is_floating_point else None
+        """x in the type of `like`'s gradient; None where that has none."""
+        return convert(x, _gradient_dtype(like)) if like.dtype.is_floating_point else None
 
 
 _F = _Functions()
@@ -67,7 +69,7 @@ def score_gradient(program: Program) -> ScoreGradient:
             continue
         for arg, grad in zip(node.args, cell(_F, upstream[node], node, *node.args)):
             if grad is not None and arg in needed and arg.dtype.is_floating_point:
-                grad = convert(grad, arg.dtype)
+                grad = convert(grad, _gradient_dtype(arg))
                 upstream[arg] = make("add", upstream[arg], grad) if arg in upstream else grad
     dtype = program.body.dtype
     zero = const(0.0, dtype)
@@ -76,6 +78,11 @@ def score_gradient(program: Program) -> ScoreGradient:
         CaptureGradient(int(n.attr[0]), n, simplify(upstream[n])) for n in order if n.op == "load" and n in upstream
     )
     return ScoreGradient(d_score, found)
+
+
+def _gradient_dtype(x: Expr) -> torch.dtype:
+    """float32 for half types: what reaches a captured element is one of many terms, and only their sum is rounded."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def passes_gradient(program: Program) -> bool:

@@ -315,7 +315,7 @@ class ScoreMod:
         gradient = score_gradient(self.traced.program)
         wanted = [entry for entry in gradient.d_captures if needs[entry.slot]]
         self.captured = [(entry.slot, len(entry.load.args)) for entry in wanted]
-        grads = (_unrounded(entry.grad) for entry in wanted)
+        grads = (entry.grad for entry in wanted)
         roots = (gradient.d_score, *grads, *(i for entry in wanted for i in entry.load.args))
         shared = frozenset(topological([body]))
         used = dict.fromkeys([*(a for node in _below(roots, shared) for a in node.args), *roots])
@@ -354,8 +354,3 @@ class ScoreMod:
             tiles.append(CaptureTile(slot, indices[:rank], d_capture))
             indices = indices[rank:]
         return d_score, tiles
-
-
-def _unrounded(grad: Expr) -> Expr:
-    """A captured bf16 or fp16 tensor's gradient before it is rounded to that type: the sum runs in float32."""
-    return grad.args[0] if grad.op == "cast" and grad.args[0].dtype in (torch.float32, torch.float64) else grad

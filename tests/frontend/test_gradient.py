@@ -74,6 +74,15 @@ def sums_at_leaves(captures, grads, leaves):
     return [torch.zeros_like(t) if f is None else f for t, f in zip(leaves, found)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_captures_gradient_is_rounded_only_as_a_sum(dtype):
+    table = torch.randn(5, dtype=dtype, requires_grad=True)
+    for mod in (lambda s, b, h, q, k: s + table[q], lambda s, b, h, q, k: s * (table[q] * 0.5)):
+        (entry,) = score_gradient(trace(mod, "score", score_dtype=torch.float32).program).d_captures
+        roundings = [node for node in ex.topological([entry.grad]) if node.op == "cast" and node.dtype == dtype]
+        assert entry.grad.dtype == torch.float32 and not roundings
+
+
 def test_additive_mods_pass_the_gradient_through():
     assert to_text(score_gradient(trace(lambda s, b, h, q, k: s + (q - k), "score").program).d_score) == "grad"
     assert to_text(score_gradient(trace(lambda s, b, h, q, k: q + 0.5 * k, "score").program).d_score) == "0"
