@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import ShapeError
 
@@ -99,11 +100,36 @@ def call_mod(
     axes = [
         torch.arange(n, device=device).view([-1 if d == axis else 1 for d in range(4)]) for axis, n in enumerate(shape)
     ]
-    try:
-        value = torch.as_tensor(mod(*_arguments(score), *axes), device=device).expand(*shape)
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return _mapped(mod, device, score, axes)
-    return value if _agrees_on_scalars(mod, value, device, score) else _mapped(mod, device, score, axes)
+    with _IndicesInRange():  # `table[b][q_idx]` leaves its table here, and not when it is called on scalars
+        try:
+            value = torch.as_tensor(mod(*_arguments(score), *axes), device=device).expand(*shape)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return _mapped(mod, device, score, axes)
+        return value if _agrees_on_scalars(mod, value, device, score) else _mapped(mod, device, score, axes)
+
+
+class _IndicesInRange(TorchFunctionMode):
+    """Inside, tensor[index] raises IndexError where it leaves the tensor, on every device: a GPU's own check ends its process."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            _check_range(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_range(tensor: Tensor, index: Any) -> None:
+    """Has the CPU look at the least and the greatest of each index; a tensor of this shape that takes no memory stands in."""
+    items = index if isinstance(index, tuple) else (index,)
+    stand_in = torch.zeros((), dtype=torch.bool).expand(tensor.shape)
+    for extreme in (Tensor.amin, Tensor.amax):
+        stand_in[tuple(_on_cpu(item, extreme) if isinstance(item, Tensor) else item for item in items)]
+
+
+def _on_cpu(index: Tensor, extreme: Callable[[Tensor], Tensor]) -> Tensor:
+    is_mask = index.dtype in (torch.bool, torch.uint8)
+    return index.cpu() if is_mask or index.numel() == 0 else extreme(index).reshape(1).cpu()
 
 
 def _arguments(score: Tensor | None) -> tuple[Tensor, ...]:

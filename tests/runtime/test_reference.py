@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from flexattn.errors import ShapeError
 from flexattn.runtime import reference
 from flexattn.runtime.reference import call_mod, oracle
-from tests.helpers import make_qkv
+from tests.helpers import DEVICES, make_qkv
 
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 
@@ -108,6 +108,35 @@ def test_a_mod_that_broadcasts_along_the_wrong_axis_is_called_on_scalars() -> No
     flags = torch.arange(7)[:, None] % 3 == 0
     value = call_mod(lambda b, h, i, j: flags[j][0] & (i >= 0), (1, 1, 7, 7), torch.device("cpu"))
     assert torch.equal(value[0, 0], flags.T.expand(7, 7))  # indexing a broadcast index by [0] would give the transpose
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_index_of_an_index_is_one_of_scalars(device) -> None:
+    """Called on broadcasting tensors it would leave the table: a GPU must not even see that."""
+    table = torch.randn(2, 3, 4, 50).to(device)
+    which = torch.tensor(2, device=device)
+    mods = (
+        lambda b, h, i, j: table[b][h][1, i],
+        lambda b, h, i, j: table[b, h][1][i],
+        lambda b, h, i, j: table[b][h][which, i] - table[b, h, 2, i] + table[b, h, 1, i],
+    )
+    for mod in mods:
+        value = call_mod(mod, (2, 3, 50, 7), torch.device(device))
+        assert torch.equal(value, table[:, :, 1, :, None].expand(2, 3, 50, 7))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_index_out_of_range_is_an_error_on_every_device(device) -> None:
+    table = torch.randn(3, 5).to(device)
+    for mod in (
+        lambda b, h, i, j: table[b, i],
+        lambda b, h, i, j: table[:, i - 6].sum(),
+        lambda b, h, i, j: table[..., torch.clamp(j, 5, 6)].sum(0),
+    ):
+        with pytest.raises(IndexError, match="out of bounds"):
+            call_mod(mod, (1, 1, 6, 4), torch.device(device))
+    first_column = call_mod(lambda b, h, i, j: table[i, 0] + 0 * j, (1, 1, 3, 4), torch.device(device))
+    assert torch.equal(first_column, table[:, :1].expand(1, 1, 3, 4))  # and the device is as well as before
 
 
 def test_wrong_heads_name_the_argument() -> None:
