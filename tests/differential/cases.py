@@ -212,6 +212,7 @@ def gated(z: Sizes, gate: Tensor) -> Mod:
 # Words of torch's errors.
 DOUBLE_INDEX = "Using multiple indexing operations on the same tensor that requires gradients"
 NO_BUFFERS = "Buffers cannot be created while lowering a pointwise subgraph"
+TOO_MUCH_SHARED_MEMORY = "No valid triton configs. OutOfMemoryError: out of resource"
 
 
 # fmt: off
@@ -261,7 +262,8 @@ _SCORES = [
     Case("relative table", ("load_rel_bias",), by_distance,
          captured=lambda z: [fixed(z.q_len + z.kv_len, dtype=z.dtype)]),
     Case("view buffer", ("load_from_view_buffer",), decomposed,
-         captured=lambda z: [fixed(z.batch * z.q_heads, z.q_len, -(-z.kv_len // 8)), fixed(z.batch * z.q_heads, z.q_len, 8)]),
+         captured=lambda z: [fixed(z.batch * z.q_heads, z.q_len, -(-z.kv_len // 8)), fixed(z.batch * z.q_heads, z.q_len, 8)],
+         torch_cannot=TOO_MUCH_SHARED_MEMORY),
     Case("index of an index", ("index_multiple",), lambda z, t: lambda s, b, h, i, j: s + t[b][i],
          captured=lambda z: [fixed(z.batch, z.q_len)]),
     Case("constant, then pair, then query", ("index_weird1",), lambda z, t: lambda s, b, h, i, j: s + t[0][b, h][i],
