@@ -56,7 +56,9 @@ def recall(fn: Any, key: Hashable) -> Traced | None:
 def remember(fn: Any, key: Hashable, traced: Traced) -> None:
     """Keeps a trace, if all it rests on can be compared later; the function itself keeps its tensors alive."""
     seen = _look(fn) if type(fn) is types.FunctionType else None
-    if seen is None or any(t.is_inference() or t.grad_fn is not None for t in seen.tensors):  # a graph must not be kept alive
+    if seen is None or any(
+        t.is_inference() or t.grad_fn is not None for t in seen.tensors
+    ):  # a graph must not be kept alive
         return
     captures = traced.binding.captures
     whole = all(any(c is t for t in seen.tensors) for c in captures) and all(

@@ -23,7 +23,7 @@ from flexattn.frontend.program import Traced
 from flexattn.frontend.trace import mod_kind, trace
 from flexattn.runtime import settings, stats
 from flexattn.runtime.autograd import attend
-from flexattn.runtime.device import is_capturing
+from flexattn.runtime.device import is_capturing, stream_of
 from flexattn.runtime.options import parse_options
 from flexattn.runtime.plan import Plan, Problem, make_plan
 from flexattn.runtime.validate import check_mask, place_captures, validate
@@ -264,7 +264,7 @@ def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> 
     make = lambda: create_block_mask(mask_mod, *sizes, query.device)
     if traced.binding.captures or is_capturing(query.device):  # what a CUDA graph's capture makes belongs to that graph
         return make()
-    key_of_mask = (traced.program, _exactly(traced.binding.numbers), sizes, query.device, _stream(query.device))
+    key_of_mask = (traced.program, _exactly(traced.binding.numbers), sizes, query.device, stream_of(query.device))
     with _MASKS_LOCK:
         mask = _MASKS.pop(key_of_mask, None)
         if mask is None:
@@ -279,8 +279,3 @@ def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> 
 def _exactly(numbers: tuple[int | float, ...]) -> tuple[Any, ...]:
     """Numbers as a key that tells 1 from 1.0 and 0.0 from -0.0."""
     return tuple(repr(x) for x in numbers)
-
-
-def _stream(device: torch.device) -> int:
-    """The current CUDA stream: a mask made on one is not handed to another, which would have to wait for it."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -22,6 +22,7 @@ from flexattn.codegen.emit import KernelSource, emit
 from flexattn.codegen.spec import KernelSpec
 from flexattn.errors import CompileError
 from flexattn.runtime import settings, stats
+from flexattn.runtime.device import stream_of
 
 _KERNELS: dict[tuple[KernelSpec, int], Kernel] = {}
 _FAILED: dict[KernelSpec, Exception] = {}
@@ -41,7 +42,7 @@ class Kernel:
         if programs <= 0:
             return
         values = [None if marshal is None else marshal(arguments[name]) for name, marshal in self.arguments]
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = stream_of(device)
         compiled, runtime = self.compiled, _knobs().runtime
         hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
         metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if hooks[0] is not None else None

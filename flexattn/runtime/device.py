@@ -44,6 +44,11 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def stream_of(device: torch.device) -> int:
+    """The address of the device's current CUDA stream, 0 on a CPU; torch's own Stream object takes ten times as long."""
+    return torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
+
+
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes the inputs' device the current one, if it is not."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.frontend.predicate_mask import PredicateMask
-from flexattn.runtime.device import is_capturing
+from flexattn.runtime.device import is_capturing, stream_of
 
 T = TypeVar("T")
 _IN_GRAPHS = "in graphs"
@@ -39,8 +39,8 @@ def find(predicate: PredicateMask, key: Hashable) -> Any:
     ):  # a capture begins when the work before it is done, and may wait for nothing outside
         predicate.tables.setdefault(_IN_GRAPHS, []).append(made)
         return made.what
-    stream = torch.cuda.current_stream(predicate.device)
-    if stream.cuda_stream != made.stream:
+    if stream_of(predicate.device) != made.stream:
+        stream = torch.cuda.current_stream(predicate.device)
         stream.wait_event(made.done)
         for tensor in _tensors(made.what):
             tensor.record_stream(stream)

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +68,9 @@ class Problem:
         score = self.score
         if score is not None:
             score = score._replace(binding=score.binding._replace(captures=captures))
-        return replace(self, q=q, k=k, v=v, score=score)
+        return Problem(
+            q, k, v, self.scale, score, self.mask, self.block_mask, self.want_lse, self.want_max, self.options
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.runtime.block_map import DeviceTable, device_table
-from flexattn.runtime.device import is_capturing
+from flexattn.runtime.device import is_capturing, stream_of
 from flexattn.runtime.plan import Problem
 
 
@@ -31,7 +31,7 @@ def table_of(problem: Problem, config: TileConfig, *, transposed: bool) -> Devic
     sizes = (*other, *own) if transposed else (*own, *other)
     if is_capturing(device):  # what a graph's capture makes belongs to that graph
         return full_table.__wrapped__(*sizes, device)
-    return full_table(*sizes, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    return full_table(*sizes, device, stream_of(device))
 
 
 def prepare_table(problem: Problem, config: TileConfig, *, transposed: bool) -> None:
