@@ -266,12 +266,20 @@ def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> i
     is_wide = sides.own < (problem.v_pad if problem.kernel == "forward" else problem.qk_pad)
     scores = sides.scores if problem.is_single or is_wide else 0
     piped = (config.num_stages - 1) * sides.streamed + scores
-    turned = 0 if problem.is_single else max(sides.first, sides.second) // 2 if is_wide else 512 * config.num_warps
+    turned = 0 if problem.is_single else _turned(sides, config, problem)
     if problem.kernel == "forward":
         return max(piped, sides.first, sides.second + scores)
     if problem.kernel == "dq":
         return max(piped, sides.first + max(scores, sides.second if problem.is_single else turned))
     return max(piped, sides.streamed + max(scores, turned))
+
+
+def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """A streamed tile, or a part of a narrow one, on its way to a second layout: products read it along both its axes."""
+    tile = max(sides.first, sides.second)
+    if problem.pad >= 128:
+        return tile
+    return min(tile, max(512 * config.num_warps, 32 * problem.pad * problem.element_bytes))
 
 
 def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
