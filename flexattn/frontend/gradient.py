@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexattn.frontend.expr import Expr, const, convert, make, topological, var
+from flexattn.frontend.expr import DEP_SCORE, Expr, const, convert, make, topological, var
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.program import Program
 from flexattn.frontend.simplify import simplify
@@ -81,8 +81,10 @@ def score_gradient(program: Program) -> ScoreGradient:
 
 
 def _gradient_dtype(x: Expr) -> torch.dtype:
-    """float32 for half types: what reaches a captured element is one of many terms, and only their sum is rounded."""
-    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    """A node's own type, as in torch, on the way to the score. On the way to a captured tensor of a half type float32: what
+    reaches an element is one of many terms, and only their sum is rounded."""
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_half and not x.deps & DEP_SCORE else x.dtype
 
 
 def passes_gradient(program: Program) -> bool:
