@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +15,12 @@ from torch import Tensor
 from flexattn import BlockMask, create_block_mask
 from flexattn.codegen.target import INTERPRETER
 from flexattn.codegen.tile_config import TileConfig
+from flexattn.errors import CaptureIndexError
 from flexattn.runtime import block_map, settings
 from flexattn.runtime.block_map import Built, build_table, build_tree, usual_spans
 from tests.frontend.mask_families import BATCH, HEADS, families
+from tests.frontend.mask_fuzz import Sizes, predicate
+from tests.frontend.test_mask_fuzz import budget
 from tests.span_tables import check_table, dense_of, expected_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says when a lane that is not used overflows
@@ -88,6 +94,30 @@ def test_lengths_up_to_the_end_of_32_bits() -> None:
         (lambda b, h, i, j: (i >= j) & (i < last - 3), (last, 5), (1 << 29, 8), False),
     ):
         check(mask, lengths, tile, sizes=(1, 1), directions=(transposed,))
+
+
+def test_random_masks_have_the_tables_of_the_cpu() -> None:
+    """FLEXATTN_FUZZ_SECONDS (4) from FLEXATTN_FUZZ_SEED (0) on; a failure prints its seed."""
+    first = seed = int(budget("SEED", "0"))
+    end, seen = time.monotonic() + float(budget("SECONDS", "4")), Counter[str]()
+    while seed == first or time.monotonic() < end:
+        rng = random.Random(seed)
+        sizes = Sizes(1, rng.randint(1, 2), rng.randint(1, 60), rng.randint(1, 60))
+        made, tile = predicate(rng, sizes), (rng.choice([32, 64]), rng.choice([8, 32]))
+        seed += 1
+        try:
+            create_block_mask(made.function(), *sizes, device="cpu").tile_map(*tile)
+            check(made.function(), sizes[2:], tile, sizes=sizes[:2], directions=(rng.random() < 0.3,))
+        except (CaptureIndexError, IndexError):
+            seen["misread"] += 1
+        except Exception as error:
+            if "not supported for the input types" not in str(error):
+                raise AssertionError(f"seed {seed - 1}, {sizes}, tile {tile}:\n{made}") from error
+            seen["interpreter"] += 1  # takes a float comparison of b or h for a float where it meets a truth value
+        else:
+            seen["equal"] += 1
+    print(f"seeds {first}..{seed - 1}: {dict(seen)}")
+    assert seen["equal"] > sum(seen.values()) // 2
 
 
 # ---------------------------------------------------------------- rows that do not fit

@@ -127,7 +127,7 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
         todo = undecided
         point = strip * 0
         while (point < 4) & (tl.sum(todo, 0) > 0):  # four queries, the outer ones first, by four keys
-            own = own_lo + (own_hi - own_lo) * (3 * point % 4) // 3
+            own = lane[:, None] * 0 + own_lo + (own_hi - own_lo) * (3 * point % 4) // 3
             other = lo[:, None] + ((hi - lo)[:, None] * tl.arange(0, 4)[None, :]) // 3
             kept = _kept(b, h, own, other, caps, MASK_MOD, IS_TRANSPOSED)
             some = tl.where(undecided > 0, tl.maximum(some, tl.max(kept, 1)), some)
