@@ -138,7 +138,6 @@ def _wrapped(a: Expr, z: Expr, size: Expr) -> tuple[Expr, Expr, Expr]:
     high = make("where", make("lt", z, 0), make("add", z, size), z)
     low = make("where", crossing, 0, low)
     high = make("where", crossing, make("maximum", high, last), high)
-    beyond = make("or", beyond, make("lt", high, 0))
     low, high = (make("minimum", make("maximum", x, 0), last) for x in (low, high))
     return low, high, beyond
 
