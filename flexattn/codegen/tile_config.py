@@ -279,7 +279,7 @@ def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
     tile = max(sides.first, sides.second)
     if problem.pad >= 128:
         return tile
-    return min(tile, max(512 * config.num_warps, 32 * problem.pad * problem.element_bytes))
+    return min(tile, max(512 * config.num_warps, 64 * problem.pad))
 
 
 def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
