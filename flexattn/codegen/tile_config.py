@@ -279,7 +279,8 @@ def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
     tile = max(sides.first, sides.second)
     if problem.pad >= 128:
         return tile
-    return min(tile, max(512 * config.num_warps, 64 * problem.pad))
+    element = problem.element_bytes if problem.kernel == "dq" else 2  # dkdv turns TF32 operands half by half
+    return min(tile, max(512 * config.num_warps, 32 * problem.pad * element))
 
 
 def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
