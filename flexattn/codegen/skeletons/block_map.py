@@ -101,14 +101,14 @@ def _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD: tl.constexpr, I
     hole = first * 0
     row = own_lo
     while (row <= own_hi) & (some + hole < 2):
-        own = row + tl.arange(0, 16)
+        own = row + tl.arange(0, 8)
         for start in range(first, last + 1, STRIP):
             other = start + tl.arange(0, STRIP)
             inside = (own <= own_hi)[:, None] & (other <= last)[None, :]
             kept = _kept(b, h, own[:, None], other[None, :], caps, MASK_MOD, IS_TRANSPOSED)
             some = tl.maximum(some, tl.max(tl.max(tl.where(inside, kept, 0), 1), 0))
             hole = tl.maximum(hole, tl.max(tl.max(tl.where(inside, 1 - kept, 0), 1), 0))
-        row += 16
+        row += 8
     return some, hole
 
 
