@@ -279,8 +279,9 @@ def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
     tile = max(sides.first, sides.second)
     if problem.pad >= 128:
         return tile
-    element = problem.element_bytes if problem.kernel == "dq" else 2  # dkdv turns TF32 operands half by half
-    return min(tile, max(512 * config.num_warps, 32 * problem.pad * element))
+    is_second = problem.kernel == "dkdv" and problem.element_bytes == 4  # TF32: only d_out's
+    width = problem.v_pad if is_second else problem.pad
+    return min(tile, max(512 * config.num_warps, 32 * width * problem.element_bytes))
 
 
 def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:

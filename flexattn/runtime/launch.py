@@ -175,7 +175,7 @@ def run_delta(
     batch, heads, q_len, v_dim = out.shape
     target = devices.target_for(out.device)
     spec = KernelSpec(
-        kernel="delta", target=target, config=delta_config(padded(v_dim)), qk_dim=v_dim, v_dim=v_dim,
+        kernel="delta", target=target, config=delta_config(padded(v_dim), out.element_size()), qk_dim=v_dim, v_dim=v_dim,
         layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),), has_d_lse=d_lse is not None,
     )  # fmt: skip
     _, kernel = first_that_builds([spec], out.device)

@@ -76,7 +76,7 @@ def preferred(
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """The configurations the runtime would try, best first; with `timed` those that autotuning would time."""
     if kernel == "delta":
-        return (delta_config(padded(dim)),)
+        return (delta_config(padded(dim), 4 if dtype == "fp32" else 2),)
     programs = [t.program for t in LEAVES[leaf] if t is not None]
     rule = trials if timed else candidates
     return rule(

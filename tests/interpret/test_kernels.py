@@ -11,7 +11,7 @@ import flexattn
 from flexattn import AuxRequest, flex_attention
 from flexattn.errors import OptionError
 from flexattn.runtime.reference import oracle
-from tests.runtime.kernel_cases import CASES, Case, check, run, tensors_of
+from tests.runtime.kernel_cases import CASES, Case, check, check_rows_of_one_key, run, tensors_of
 
 CPU = torch.device("cpu")
 TRITON = {"BACKEND": "TRITON"}
@@ -167,3 +167,7 @@ def test_numbers_lengths_and_batches_build_nothing_again() -> None:
     assert flexattn.stats().builds.total() == 0
     call(2**31, 1, 40)  # the one stated wide class
     assert 0 < flexattn.stats().builds.total() <= 3
+
+
+def test_rows_of_one_key_are_exact() -> None:
+    check_rows_of_one_key("cpu")

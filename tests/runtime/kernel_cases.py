@@ -246,3 +246,20 @@ def assert_close(name: str, actual: Tensor, wanted: Tensor, rounded: Sequence[Te
     limit = allowance * max((c - b).abs().max().item() for c in fair) + floor * size
     assert not torch.isnan(error).any(), f"{name}: NaN"
     assert error.max().item() <= limit, f"{name}: error {error.max().item():.2e} above {limit:.2e}"
+
+
+def check_rows_of_one_key(device: str) -> None:
+    """float32: such a row gives back its value, its log-sum is its score, and no gradient reaches query or key, exactly."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3, n, 16, device=device, requires_grad=True) for n in (71, 83, 83))
+    slopes = torch.rand(3, device=device) * 30  # scores of up to a few thousand, where a rounding is large
+    out, aux = flex_attention(
+        q, k, v, lambda s, b, h, i, j: s + slopes[h] * j, mask_mod=lambda b, h, i, j: i == j,
+        return_aux=AuxRequest(lse=True, max_scores=True), kernel_options={"BACKEND": "TRITON"},
+    )  # fmt: skip
+    assert torch.equal(out, v[:, :, :71])
+    assert torch.equal(aux.lse, aux.max_scores)
+    weight = torch.randn_like(out)
+    d_q, d_k, d_v = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    assert not d_q.any() and not d_k.any()
+    assert torch.equal(d_v[:, :, :71], weight) and not d_v[:, :, 71:].any()

@@ -13,7 +13,18 @@ import torch
 import flexattn
 from flexattn import create_block_mask, flex_attention
 from flexattn.runtime.reference import oracle
-from tests.runtime.kernel_cases import CASES, Case, alibi, check, dense_bias, documents, plain, relative_bias, softcap
+from tests.runtime.kernel_cases import (
+    CASES,
+    Case,
+    alibi,
+    check,
+    check_rows_of_one_key,
+    dense_bias,
+    documents,
+    plain,
+    relative_bias,
+    softcap,
+)
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -197,3 +208,7 @@ def test_inputs_on_the_second_gpu_while_the_first_is_current() -> None:
     torch.cuda.set_device(0)
     check(Case(1, 2, 2, 300, 300, 64, 64, plain(causal)), other, torch.bfloat16)
     assert torch.cuda.current_device() == 0
+
+
+def test_rows_of_one_key_are_exact() -> None:
+    check_rows_of_one_key("cuda")

@@ -26,7 +26,11 @@ def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides
     d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED, True)
     rows = first + tl.arange(0, BLOCK_M)
     at = pair.to(tl.int64) * q_len + rows
-    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    if out.dtype == tl.float32:  # summed in the order of the products with v: a row of one key then has gradient 0
+        products = tl.dot(d_out, tl.trans(out), input_precision="ieee")
+        delta = tl.sum(tl.where(rows[:, None] == rows[None, :], products, 0.0), 1)
+    else:
+        delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if HAS_D_LSE:
         delta -= tl.load(D_LSE + at, mask=rows < q_len, other=0.0)
     lse = tl.load(LSE + at, mask=rows < q_len, other=float("-inf"))

@@ -79,6 +79,6 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
     tiles.store_tile(OUT, out_strides, batch, head, first, q_len, out, BLOCK_M, V_DIM, V_PAD)
     rows = first + tl.arange(0, BLOCK_M)
     at = pair.to(tl.int64) * q_len + rows
-    tl.store(LSE + at, softmax.row_lse(peak, total), mask=rows < q_len)
+    tl.store(LSE + at, softmax.row_lse(peak, total, q.dtype == tl.float32), mask=rows < q_len)
     if WANT_MAX:
-        tl.store(MAX + at, peak * softmax.LN2, mask=rows < q_len)
+        tl.store(MAX + at, softmax.natural_peak(peak, q.dtype == tl.float32), mask=rows < q_len)

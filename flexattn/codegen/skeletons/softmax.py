@@ -1,7 +1,7 @@
 """Softmax pieces every kernel shares: reads a tile of scores and the running row state, makes probabilities.
 
-The idea: exp(x - max) is computed as exp2(x * factor - peak), where `peak` is kept in base 2 and `factor` already
-holds log2(e) (and the softmax scale where no score_mod needs scores in natural units). A row that has seen no key has
+The idea: exp(x - max) is computed as exp2(x * factor - peak), where `peak` is kept in base 2 (but for float32 inputs) and
+`factor` already holds log2(e) (and the softmax scale where no score_mod needs scores in natural units). A row that has seen no key has
 peak -inf; subtracting 0 instead keeps its probabilities at exp2(-inf) = 0 and never NaN.
 """
 
@@ -64,11 +64,19 @@ def natural_scores(dots, scale, FOLD_SCALE: tl.constexpr):
 
 @triton.jit
 def online_update(scores, factor, peak, total, IS_EXACT: tl.constexpr):
-    """One step of the online softmax over a tile [M, N]: probabilities, correction of what came before, new row state."""
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+    """One step of the online softmax over a tile [M, N]: probabilities, correction of what came before, new row state.
+
+    IS_EXACT (float32 inputs): the peak is natural and the difference is taken before anything is rounded, so that the
+    largest score has probability 1 and a row of one key gives back its value."""
+    UNIT: tl.constexpr = LOG2E if IS_EXACT else 1.0
+    in_unit = 1.0 if IS_EXACT else factor
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * in_unit)
     safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    probs = power_of_two(scores * factor - safe_peak[:, None], IS_EXACT)
-    correction = power_of_two(peak - safe_peak, IS_EXACT)
+    if IS_EXACT:
+        probs = power_of_two((scores - safe_peak[:, None]) * UNIT, True)
+    else:
+        probs = power_of_two(scores * factor - safe_peak[:, None], False)
+    correction = power_of_two((peak - safe_peak) * UNIT, IS_EXACT)
     return probs, correction, new_peak, total * correction + tl.sum(probs, 1)
 
 
@@ -90,7 +98,15 @@ def probabilities(scores, factor, lse, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def row_lse(peak, total):
+def row_lse(peak, total, IS_EXACT: tl.constexpr):
     """Natural-log sum of exponentials of a row; -inf where no key was kept."""
     kept = total != 0.0  # also true for NaN, which must stay visible
-    return tl.where(kept, (peak + tl.math.log2(tl.where(kept, total, 1.0))) * LN2, float("-inf"))
+    log_total = tl.math.log2(tl.where(kept, total, 1.0))
+    lse = peak + log_total * LN2 if IS_EXACT else (peak + log_total) * LN2
+    return tl.where(kept, lse, float("-inf"))
+
+
+@triton.jit
+def natural_peak(peak, IS_EXACT: tl.constexpr):
+    """A row's largest modified score."""
+    return peak if IS_EXACT else peak * LN2
