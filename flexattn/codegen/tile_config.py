@@ -485,9 +485,10 @@ def _check_option(config: TileConfig, problem: TileProblem) -> None:
         )
 
 
-def delta_config(v_pad: int) -> TileConfig:
-    """Launch shape of the backward's pre-pass: about 8K elements a program."""
-    return TileConfig(max(16, min(128, 8192 // v_pad)), 16, 4, 1)
+def delta_config(v_pad: int, element_bytes: int = 2) -> TileConfig:
+    """Launch shape of the backward's pre-pass: about 8K elements a program; few rows for float32, which multiplies all by
+    all of them."""
+    return TileConfig(16 if element_bytes == 4 else max(16, min(128, 8192 // v_pad)), 16, 4, 1)
 
 
 # ---------------------------------------------------------------- what autotuning times
