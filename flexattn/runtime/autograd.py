@@ -61,7 +61,7 @@ class FlexAttention(torch.autograd.Function):
         q, k, v, *captures = inputs
         if q is not problem.q or k is not problem.k or v is not problem.v or captures:
             problem = problem.bind(q, k, v, tuple(captures))
-        make_tile_maps(problem, plan, backward=True)
+        make_tile_maps(problem, plan)
         return run_forward(problem, plan)
 
     @staticmethod
@@ -100,10 +100,10 @@ class FlexAttention(torch.autograd.Function):
 FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  # type: ignore[attr-defined]  # or torch asks each call
 
 
-def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
-    """Makes the tile maps a call will look up, for the forward and, if asked, for the backward pass."""
+def make_tile_maps(problem: Problem, plan: Plan) -> None:
+    """Makes the tile maps that backward will look up; the forward pass makes its own."""
     if not is_empty(problem):
-        backend_module(plan).make_tile_maps(problem, plan, backward=backward)
+        backend_module(plan).make_tile_maps(problem, plan)
 
 
 def run_forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -167,7 +167,7 @@ def _kept(tile: Tensor, dropped: list[tuple[int, int, Tensor]]) -> Tensor:
     return kept
 
 
-def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
+def make_tile_maps(problem: Problem, plan: Plan) -> None:
     """Builds the tile map that `forward` and `backward` will look up (they use the same one)."""
     choose_tiles(problem)
 

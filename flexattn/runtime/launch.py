@@ -88,24 +88,22 @@ def backward(
     return dq, dk, dv, sums
 
 
-def make_tile_maps(problem: Problem, plan: Plan, *, backward: bool) -> None:
-    """Makes the span tables a call will look up, and the backward's too if asked, so that backward builds nothing.
+def make_tile_maps(problem: Problem, plan: Plan) -> None:
+    """Makes the span tables that backward will look up, so that it builds nothing and sees no later change of a mask.
 
     Before a call is autotuned those are the tables of every configuration that will be timed.
 
     Args:
-        problem, plan: One call.
-        backward: A gradient may be needed.
+        problem, plan: One call that may need gradients.
     """
-    predicate = None if problem.block_mask is None else problem.block_mask.predicate
-    ready = ("ready", id(plan), backward)
+    predicate, ready = None if problem.block_mask is None else problem.block_mask.predicate, ("ready", id(plan))
     if predicate is not None and ready in predicate.tables:
         return
-    for kernel in ("forward", "dq", "dkdv") if backward else ("forward",):
+    for kernel in ("dq", "dkdv"):
         for config in likely_tiles(problem, plan, kernel):
             prepare_table(problem, config, transposed=kernel == "dkdv")
     if predicate is not None and predicate.reusable and not devices.is_capturing(problem.q.device):
-        predicate.tables[ready] = plan  # the plan is kept so that no other gets its id
+        predicate.tables[ready] = plan  # kept, so that no other plan gets its id
 
 
 def _with_unit_strides(problem: Problem) -> Problem:

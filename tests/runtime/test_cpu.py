@@ -324,7 +324,7 @@ def test_tile_maps_are_made_before_they_are_needed() -> None:
     q, k, v = make_qkv(1, (2, 2), (600, 600), (16, 16), requires_grad=False)
     block_mask = create_block_mask(CAUSAL, None, None, 600, 600)
     problem, plan = prepare((q, k, v), None, (block_mask, None))
-    cpu.make_tile_maps(problem, plan, backward=True)
+    cpu.make_tile_maps(problem, plan)
     made = block_mask.tile_map(cpu_rows.Q_TILE, cpu_rows.KV_TILE)
     cpu.forward(problem, plan)
     assert block_mask.tile_map(cpu_rows.Q_TILE, cpu_rows.KV_TILE) is made
