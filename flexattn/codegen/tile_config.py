@@ -1,16 +1,25 @@
 """Tiles, warps and pipeline stages: reads head dims, data type and target, makes a short list of legal configurations.
 
-The idea: what decides whether a launch fits is shared memory, so a model of it (checked against the compiler in the
-tests, always at or above it) filters a fixed preference list; every list ends with tiles that fit everywhere.
+The idea: a fixed preference list, measured where it could be, of which shared memory leaves what fits; every list ends with
+tiles that fit everywhere.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from flexattn.codegen.shared_memory import (
+    CapturedReads,
+    TileConfig,
+    TileProblem,
+    is_legal,
+    padded,
+    shared_bytes,
+    tile_dims,
+)
 from flexattn.codegen.target import Target
 from flexattn.errors import OptionError, UnsupportedError
 from flexattn.frontend.gradient import passes_gradient
@@ -24,56 +33,6 @@ AT_MOST = 3  # configurations a direction may try
 _DEP_Q, _DEP_KV = 8, 16
 _CHOSEN = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # what a caller may fix
 _SUFFIX = {"forward": "", "dkdv": "1", "dq": "2"}  # of torch's names for the tiles of a kernel
-
-
-@dataclass(frozen=True, slots=True)
-class TileConfig:
-    """One launch shape: BLOCK_M query rows by BLOCK_N keys, warps and software pipeline stages."""
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedReads:
-    """What the loop reads of captured tensors, in bytes: an element of the tile, a query row and a key, each as far as
-    their index moves along it alone; whether an element is narrower than 4 bytes, which no hardware copies by itself; and
-    whether the dq kernel may add to the gradient of a captured tensor element by element."""
-
-    element: int = 0
-    query: int = 0
-    key: int = 0
-    is_narrow: bool = False
-    may_have_gradient: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TileProblem:
-    """What the choice of tiles rests on."""
-
-    kernel: str  # 'forward', 'dq' or 'dkdv'
-    target: Target
-    element_bytes: int
-    qk_pad: int
-    v_pad: int
-    is_short: bool
-    gathers: int  # captured reads in the loop whose index moves along both tile axes
-    has_score: bool = False  # there is a score_mod, and its derivative must be computed
-    mask: str = "plain"  # 'plain' (no or one comparison), 'banded' (several) or 'reading' (captured tensors)
-    reads: CapturedReads = CapturedReads()
-    precision: str = "ieee"  # of float32 products
-
-    @property
-    def is_single(self) -> bool:
-        """Whether products run on ordinary arithmetic units."""
-        return self.element_bytes == 4 and self.precision == "ieee"
-
-    @property
-    def pad(self) -> int:
-        """The larger of the two padded head dims."""
-        return max(self.qk_pad, self.v_pad)
 
 
 # (largest padded head dim, configurations), best first; 16-bit inputs. Rows below the first fitting one follow it.
@@ -177,153 +136,6 @@ _GATHERING = {  # captured reads along both axes keep an address an element in r
     "dkdv": (TileConfig(64, 64, 8, 2), TileConfig(32, 64, 4, 2)),
 }
 _INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
-
-
-def padded(dim: int) -> int:
-    """Head dimension as a tile holds it: the next power of two, at least 16."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-def tile_dims(qk_dim: int, v_dim: int, target: Target) -> tuple[int, int]:
-    """(QK_PAD, V_PAD): both head dimensions as tiles hold them.
-
-    On Hopper the narrower one is padded up to the other's shared-memory swizzle (64 elements is the widest). A loop that
-    is not pipelined lets a key tile and a value tile take turns in one buffer, and ptxas 12.8 then mixes up the upper
-    halves of their matrix descriptors when the swizzles differ: wrong values and reads outside shared memory.
-    """
-    qk_pad, v_pad = padded(qk_dim), padded(v_dim)
-    if target.family == "wgmma":
-        return max(qk_pad, min(v_pad, 64)), max(v_pad, min(qk_pad, 64))
-    return qk_pad, v_pad
-
-
-# ---------------------------------------------------------------- the model of shared memory
-_ROUNDING = 1024  # of buffers to the widest swizzle, barriers, a row of captured integers between two layouts
-
-
-class _Sides(NamedTuple):
-    """A kernel's tiles in bytes: its own rows (queries in the forward and dq, keys in dkdv) and what it streams."""
-
-    own: int  # rows
-    kept: int  # tiles of the own rows that stay
-    first: int  # the streamed tile of q or k
-    second: int  # the streamed tile of d_out or v
-    scores: int  # a tile of probabilities in the inputs' data type
-    captured: int  # captured reads a stage holds beside it
-    row: int  # what a streamed row holds beside it in each stage
-
-    @property
-    def streamed(self) -> int:
-        return self.first + self.second
-
-
-def _sides(config: TileConfig, problem: TileProblem) -> _Sides:
-    m, n, size, reads = config.BLOCK_M, config.BLOCK_N, problem.element_bytes, problem.reads
-    is_dkdv = problem.kernel == "dkdv"
-    own, other = (n, m) if is_dkdv else (m, n)
-    kept = own * (problem.qk_pad + (0 if problem.kernel == "forward" else problem.v_pad)) * size
-    row = other * (8 + reads.query if is_dkdv else reads.key)  # 8: a log-sum and a delta
-    first, second = other * problem.qk_pad * size, other * problem.v_pad * size
-    return _Sides(own, kept, first, second, m * n * size, m * n * reads.element, row)
-
-
-def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
-    """Shared memory the compiled kernel takes: never less than the compiler's figure, at most 5 % or 4 KiB more (a tile
-    of 4-byte elements more where captured elements are narrower, or may have a gradient: Triton's versions differ there).
-
-    Tiles of the own rows stay; what is streamed has buffers by the number of stages, one more or less by the matrix
-    instruction; scores go through shared memory where they must change their layout to become an operand. Captured
-    reads in a loop of one stage change layouts in ways that are bounded here, not followed.
-
-    Args:
-        config: Tiles, warps and stages.
-        problem: Kernel, target, sizes and captured reads.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> shared_bytes(TileConfig(128, 64, 4, 3), TileProblem("forward", target_of(90), 2, 64, 64, False, 0))
-        66560
-    """
-    sides, tile, stages = _sides(config, problem), config.BLOCK_M * config.BLOCK_N, config.num_stages
-    by_registers = problem.target.family == "mma" or problem.is_single or sides.own < 64 or config.num_warps % 4 != 0
-    loop = (_register_loop if by_registers else _operand_loop)(sides, config, problem)
-    loop += (stages - 1) * sides.captured + stages * sides.row
-    reads, kernel = problem.reads, problem.kernel
-    if stages == 1 and (reads.element or reads.query or reads.key):
-        loop = max(loop + _relayout(sides, problem, by_registers) * tile, 4 * tile)
-    loop += _element_scratch(problem) * tile
-    results = sides.own * max(problem.v_pad, 0 if kernel == "forward" else problem.qk_pad)
-    return max(sides.kept + loop, results * problem.element_bytes) + _ROUNDING
-
-
-def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
-    """Products whose left operand and sums are in registers (mma.sync, and float32 on ordinary arithmetic units): copies
-    run a stage ahead, and the tile at hand needs no buffer of its own. Where the last product is wider than it is tall
-    its warps lie side by side, and every one of them needs all scores of its rows. Tensors that the hardware cannot copy
-    (not aligned) run as one stage does, whatever the number of stages."""
-    is_wide = sides.own < (problem.v_pad if problem.kernel == "forward" else problem.qk_pad)
-    scores = sides.scores if problem.is_single or is_wide else 0
-    piped = (config.num_stages - 1) * sides.streamed + scores
-    turned = 0 if problem.is_single else _turned(sides, config, problem)
-    if problem.kernel == "forward":
-        return max(piped, sides.first, sides.second + scores)
-    if problem.kernel == "dq":
-        return max(piped, sides.first + max(scores, sides.second if problem.is_single else turned))
-    return max(piped, sides.streamed + max(scores, turned))
-
-
-def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
-    """A streamed tile, or a part of a narrow one, on its way to a second layout: products read it along both its axes."""
-    tile = max(sides.first, sides.second)
-    if problem.pad >= 128:
-        return tile
-    is_second = problem.kernel == "dkdv" and problem.element_bytes == 4  # TF32: only d_out's
-    width = problem.v_pad if is_second else problem.pad
-    return min(tile, max(512 * config.num_warps, 32 * width * problem.element_bytes))
-
-
-def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
-    """Products that read their operands from shared memory (wgmma, tcgen05): every stage has a buffer. tcgen05 runs beside
-    the loop, so a tile that a later product reads again has one more."""
-    stages, kernel = config.num_stages, problem.kernel
-    if stages == 1:
-        is_split = problem.target.family == "tcgen05" and config.num_warps >= 8 and config.BLOCK_M >= 128
-        split = 512 * config.num_warps if is_split else 0  # a part of the probabilities, between halves of the columns
-        return max(sides.first, sides.second) + split if kernel == "forward" else sides.streamed
-    again = 0
-    if problem.target.family == "tcgen05":
-        again = {"forward": _correction_scratch(config, problem), "dq": sides.first, "dkdv": sides.streamed}[kernel]
-    return stages * sides.streamed + again
-
-
-def _correction_scratch(config: TileConfig, problem: TileProblem) -> int:
-    """tcgen05 with 8 warps splits columns between them: the sums change their layout to be rescaled by row."""
-    m, n = config.BLOCK_M, config.BLOCK_N
-    if config.num_warps < 8 or (m < 128 and n == problem.v_pad):
-        return 0
-    halves = 2 if n <= 16 else 1
-    return halves * m * problem.v_pad // 2 if m >= 128 else 2 * halves * m * problem.v_pad // (2 if n > 32 else 1)
-
-
-def _relayout(sides: _Sides, problem: TileProblem, by_registers: bool) -> int:
-    """Bytes an element of the tile of scores that captured reads may add to a loop of one stage."""
-    is_turned = by_registers and sides.own < problem.pad
-    return 4 if is_turned or (problem.kernel == "dq" and problem.target.family == "tcgen05") else 1
-
-
-def _element_scratch(problem: TileProblem) -> int:
-    """Bytes an element that is read or added to one by one takes on its way between two layouts: by Triton's version a part
-    of the tile or, as said here, all of it."""
-    if problem.kernel == "dq" and problem.reads.may_have_gradient:
-        return 4
-    return 0 if not problem.reads.is_narrow else 4 if problem.target.family == "tcgen05" else 2
-
-
-def is_legal(config: TileConfig, problem: TileProblem) -> bool:
-    """Whether a configuration fits the target."""
-    return shared_bytes(config, problem) <= problem.target.shared_bytes
 
 
 def candidates(
@@ -430,9 +242,20 @@ def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
         raise UnsupportedError(
             f"no tile of the {problem.kernel} kernel fits {problem.target.shared_bytes} bytes of shared memory",
             given=f"head dims padded to {problem.qk_pad} and {problem.v_pad}, {problem.element_bytes} bytes an element",
-            hint="bfloat16 or float16 inputs, smaller heads, or kernel_options={'BACKEND': 'TORCH'}",
+            hint=f"head dims up to {_largest_dim(problem)} of this data type, or kernel_options={{'BACKEND': 'TORCH'}}",
         )
     return tuple(found)
+
+
+def _largest_dim(problem: TileProblem) -> int:
+    """The largest head dimension, of query and value alike, for which this kernel has a tile."""
+    dims = [
+        dim
+        for dim in (2048, 1024, 512, 256, 128, 64, 32, 16)
+        for c in _SMALLEST
+        if is_legal(c, replace(problem, qk_pad=dim, v_pad=dim))
+    ]
+    return dims[0] if dims else 0
 
 
 def _listed(problem: TileProblem) -> list[TileConfig]:
@@ -473,9 +296,13 @@ def _check_option(config: TileConfig, problem: TileProblem) -> None:
         value = getattr(config, name)
         low, high = (1, 16) if name == "num_warps" else (16, 256)
         if value & (value - 1) or not low <= value <= high:
-            raise OptionError(f"kernel_options {name} must be a power of two from {low} to {high}", given=value)
+            raise OptionError(
+                f"kernel_options {name} must be a power of two from {low} to {high}",
+                given=value,
+                hint="64 for BLOCK_M and BLOCK_N, 4 for num_warps",
+            )
     if not 1 <= config.num_stages <= 8:
-        raise OptionError("kernel_options num_stages must be from 1 to 8", given=config.num_stages)
+        raise OptionError("kernel_options num_stages must be from 1 to 8", given=config.num_stages, hint="2 or 3")
     needed = shared_bytes(config, problem)
     if needed > problem.target.shared_bytes:
         raise OptionError(
@@ -544,3 +371,26 @@ def _accumulators(config: TileConfig, problem: TileProblem) -> int:
     results = {"forward": m * problem.v_pad, "dq": m * problem.qk_pad, "dkdv": n * (problem.qk_pad + problem.v_pad)}
     scores = m * n * (1 if problem.kernel == "forward" else 2)
     return (results[problem.kernel] + scores) // (32 * config.num_warps)
+
+
+__all__ = [
+    "AT_MOST",
+    "SHORT_QUERIES",
+    "TRIALS_AT_MOST",
+    "CapturedReads",
+    "TileConfig",
+    "TileProblem",
+    "candidates",
+    "captured_reads",
+    "delta_config",
+    "dividing",
+    "gathers_of",
+    "is_fixed",
+    "is_legal",
+    "mask_kind",
+    "padded",
+    "shared_bytes",
+    "tile_dims",
+    "tile_problem",
+    "trials",
+]

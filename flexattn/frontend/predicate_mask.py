@@ -63,6 +63,7 @@ class PredicateMask:
         self.sizes, self.lengths, self.block = sizes, lengths, block
         self._versions = versions(self.traced)
         self._maps: dict[tuple[int, int], TileMap] = {}
+        self._finder: RowFinder | None = None
         self.tables: dict[Hashable, Any] = {}  # what the device has made of this mask; whoever makes it keeps it here
 
     @property
@@ -105,6 +106,23 @@ class PredicateMask:
         (batch, heads), (q_len, kv_len) = self.sizes, self.lengths
         sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
         return build_tile_map(self.traced, **sizes, q_block=q_tile, kv_block=kv_tile, device=self.device)
+
+    def row(self, position: int) -> Spans:
+        """The kept keys of one query as runs of tokens, a line for each of batch * heads."""
+        self.check_current()
+        (batch, heads), (q_len, kv_len), shared = self.sizes, self.lengths, self.shared_sizes
+        if not -q_len <= position < q_len:
+            given, hint = f"{position} for {q_len} queries", "a position of the mask, or appended() for a longer one"
+            raise CaptureIndexError("position out of range for a BlockMask", given=given, hint=hint)
+        if self.traced is None:
+            lines = torch.arange(batch * heads * (kv_len > 0) + 1, dtype=torch.int32, device=self.device)
+            start = torch.zeros_like(lines[1:])
+            return Spans(lines if kv_len else lines.expand(batch * heads + 1).clone(), start, start + kv_len)
+        finder = self._finder or RowFinder(self.traced, Grid(*shared, q_len, kv_len, 1, 1), self.device, self._ranges())
+        if self.reusable:
+            self._finder = finder
+        found = finder.find(position % q_len)
+        return found if shared == self.sizes else repeated(found, shared, self.sizes)
 
     def block_map(self) -> TileMap:
         """The tiles that torch's lists name."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -166,14 +167,23 @@ def build_tile_map(
 
 
 def _check_reads(traced: Traced, grid: Grid) -> None:
-    """A kept pair for which a captured tensor is read out of range is the user's error; a dropped one is not.
+    """A kept pair for which a captured tensor is read out of range is the user's error; a dropped one is not."""
+    lost = misread(traced, grid)
+    if lost is not None:
+        found = _Builder(lost, grid, torch.device("cpu")).run()
+        if len(found.full.start) or len(found.partial.start):
+            raise_misread(traced, grid)
 
-    Nearly always one look at the whole index range rules it out; else `mask & out of range` is decided like any mask.
+
+def misread(traced: Traced, grid: Grid) -> Traced | None:
+    """The mask of kept pairs for which a captured tensor is read out of range; None if there can be none.
+
+    Nearly always one look at the whole index range rules it out; else it can be decided like any mask.
     """
     program, binding = traced
     loads = [n for n in topological([program.body]) if n.op == "load" and n.args]
     if not loads or not grid.groups * grid.q_len * grid.kv_len:
-        return
+        return None
     outside = const(False, torch.bool)
     for node in loads:
         for size, index in zip(binding.captures[node.attr[0]].shape, node.args, strict=True):
@@ -183,19 +193,23 @@ def _check_reads(traced: Traced, grid: Grid) -> None:
         n: (torch.zeros(1, dtype=torch.int64, device="cpu"), torch.tensor([size - 1], device="cpu"))
         for n, size in sizes.items()
     }
-    misread = Program("mask", outside, program.captures, program.numbers)
-    _, may = bounds(misread, Tables(binding), b=box["b"], h=box["h"], q_idx=box["q_idx"], kv_idx=box["kv_idx"])
+    lost = Program("mask", outside, program.captures, program.numbers)
+    _, may = bounds(lost, Tables(binding), b=box["b"], h=box["h"], q_idx=box["q_idx"], kv_idx=box["kv_idx"])
     if not may.any():
-        return
-    misread = Program("mask", make("and", program.body, outside), program.captures, program.numbers, name=program.name)
-    found = _Builder(Traced(misread, binding), grid, torch.device("cpu")).run()
-    if len(found.full.start) or len(found.partial.start):
-        raise CaptureIndexError(
-            f"mask_mod {program.name} keeps a pair for which it reads a captured tensor out of range",
-            given=f"captured shapes {[tuple(t.shape) for t in binding.captures]} for {grid.q_len} queries and {grid.kv_len} keys",
-            hint="captured tensors as long as the sequence, or a condition that drops such pairs",
-            where=str(program.where) if program.where else None,
-        )
+        return None
+    both = make("and", program.body, outside)
+    return Traced(Program("mask", both, program.captures, program.numbers, name=program.name), binding)
+
+
+def raise_misread(traced: Traced, grid: Grid) -> NoReturn:
+    """Says that a kept pair reads a captured tensor out of range."""
+    program, binding = traced
+    raise CaptureIndexError(
+        f"mask_mod {program.name} keeps a pair for which it reads a captured tensor out of range",
+        given=f"captured shapes {[tuple(t.shape) for t in binding.captures]} for {grid.q_len} queries and {grid.kv_len} keys",
+        hint="captured tensors as long as the sequence, or a condition that drops such pairs",
+        where=str(program.where) if program.where else None,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- coarse to fine

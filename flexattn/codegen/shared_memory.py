@@ -1,0 +1,209 @@
+"""How much shared memory a kernel takes: reads tiles and what a call streams, makes bytes, and with them what is legal.
+
+The idea: what decides whether a launch fits is shared memory, and the compiler's figure follows from tiles, stages and how a
+matrix instruction takes its operands; the model is checked against the compiler in the tests, never below it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexattn.codegen.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """One launch shape: BLOCK_M query rows by BLOCK_N keys, warps and software pipeline stages."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedReads:
+    """What the loop reads of captured tensors, in bytes: an element of the tile, a query row and a key, each as far as
+    their index moves along it alone; whether an element is narrower than 4 bytes, which no hardware copies by itself; and
+    whether the dq kernel may add to the gradient of a captured tensor element by element."""
+
+    element: int = 0
+    query: int = 0
+    key: int = 0
+    is_narrow: bool = False
+    may_have_gradient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TileProblem:
+    """What the choice of tiles rests on."""
+
+    kernel: str  # 'forward', 'dq' or 'dkdv'
+    target: Target
+    element_bytes: int
+    qk_pad: int
+    v_pad: int
+    is_short: bool
+    gathers: int  # captured reads in the loop whose index moves along both tile axes
+    has_score: bool = False  # there is a score_mod, and its derivative must be computed
+    mask: str = "plain"  # 'plain' (no or one comparison), 'banded' (several) or 'reading' (captured tensors)
+    reads: CapturedReads = CapturedReads()
+    precision: str = "ieee"  # of float32 products
+
+    @property
+    def is_single(self) -> bool:
+        """Whether products run on ordinary arithmetic units."""
+        return self.element_bytes == 4 and self.precision == "ieee"
+
+    @property
+    def pad(self) -> int:
+        """The larger of the two padded head dims."""
+        return max(self.qk_pad, self.v_pad)
+
+
+def padded(dim: int) -> int:
+    """Head dimension as a tile holds it: the next power of two, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def tile_dims(qk_dim: int, v_dim: int, target: Target) -> tuple[int, int]:
+    """(QK_PAD, V_PAD): both head dimensions as tiles hold them.
+
+    On Hopper the narrower one is padded up to the other's shared-memory swizzle (64 elements is the widest). A loop that
+    is not pipelined lets a key tile and a value tile take turns in one buffer, and ptxas 12.8 then mixes up the upper
+    halves of their matrix descriptors when the swizzles differ: wrong values and reads outside shared memory.
+    """
+    qk_pad, v_pad = padded(qk_dim), padded(v_dim)
+    if target.family == "wgmma":
+        return max(qk_pad, min(v_pad, 64)), max(v_pad, min(qk_pad, 64))
+    return qk_pad, v_pad
+
+
+# ---------------------------------------------------------------- the model of shared memory
+_ROUNDING = 1024  # of buffers to the widest swizzle, barriers, a row of captured integers between two layouts
+
+
+class _Sides(NamedTuple):
+    """A kernel's tiles in bytes: its own rows (queries in the forward and dq, keys in dkdv) and what it streams."""
+
+    own: int  # rows
+    kept: int  # tiles of the own rows that stay
+    first: int  # the streamed tile of q or k
+    second: int  # the streamed tile of d_out or v
+    scores: int  # a tile of probabilities in the inputs' data type
+    captured: int  # captured reads a stage holds beside it
+    row: int  # what a streamed row holds beside it in each stage
+
+    @property
+    def streamed(self) -> int:
+        return self.first + self.second
+
+
+def _sides(config: TileConfig, problem: TileProblem) -> _Sides:
+    m, n, size, reads = config.BLOCK_M, config.BLOCK_N, problem.element_bytes, problem.reads
+    is_dkdv = problem.kernel == "dkdv"
+    own, other = (n, m) if is_dkdv else (m, n)
+    kept = own * (problem.qk_pad + (0 if problem.kernel == "forward" else problem.v_pad)) * size
+    row = other * (8 + reads.query if is_dkdv else reads.key)  # 8: a log-sum and a delta
+    first, second = other * problem.qk_pad * size, other * problem.v_pad * size
+    return _Sides(own, kept, first, second, m * n * size, m * n * reads.element, row)
+
+
+def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
+    """Shared memory the compiled kernel takes: never less than the compiler's figure, at most 5 % or 4 KiB more (a tile
+    of 4-byte elements more where captured elements are narrower, or may have a gradient: Triton's versions differ there).
+
+    Tiles of the own rows stay; what is streamed has buffers by the number of stages, one more or less by the matrix
+    instruction; scores go through shared memory where they must change their layout to become an operand. Captured
+    reads in a loop of one stage change layouts in ways that are bounded here, not followed.
+
+    Args:
+        config: Tiles, warps and stages.
+        problem: Kernel, target, sizes and captured reads.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> shared_bytes(TileConfig(128, 64, 4, 3), TileProblem("forward", target_of(90), 2, 64, 64, False, 0))
+        66560
+    """
+    sides, tile, stages = _sides(config, problem), config.BLOCK_M * config.BLOCK_N, config.num_stages
+    by_registers = problem.target.family == "mma" or problem.is_single or sides.own < 64 or config.num_warps % 4 != 0
+    loop = (_register_loop if by_registers else _operand_loop)(sides, config, problem)
+    loop += (stages - 1) * sides.captured + stages * sides.row
+    reads, kernel = problem.reads, problem.kernel
+    if stages == 1 and (reads.element or reads.query or reads.key):
+        loop = max(loop + _relayout(sides, problem, by_registers) * tile, 4 * tile)
+    loop += _element_scratch(problem) * tile
+    results = sides.own * max(problem.v_pad, 0 if kernel == "forward" else problem.qk_pad)
+    return max(sides.kept + loop, results * problem.element_bytes) + _ROUNDING
+
+
+def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """Products whose left operand and sums are in registers (mma.sync, and float32 on ordinary arithmetic units): copies
+    run a stage ahead, and the tile at hand needs no buffer of its own. Where the last product is wider than it is tall
+    its warps lie side by side, and every one of them needs all scores of its rows. Tensors that the hardware cannot copy
+    (not aligned) run as one stage does, whatever the number of stages."""
+    is_wide = sides.own < (problem.v_pad if problem.kernel == "forward" else problem.qk_pad)
+    scores = sides.scores if problem.is_single or is_wide else 0
+    piped = (config.num_stages - 1) * sides.streamed + scores
+    turned = 0 if problem.is_single else _turned(sides, config, problem)
+    if problem.kernel == "forward":
+        return max(piped, sides.first, sides.second + scores)
+    if problem.kernel == "dq":
+        return max(piped, sides.first + max(scores, sides.second if problem.is_single else turned))
+    return max(piped, sides.streamed + max(scores, turned))
+
+
+def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """A streamed tile, or a part of a narrow one, on its way to a second layout: products read it along both its axes."""
+    tile = max(sides.first, sides.second)
+    if problem.pad >= 128:
+        return tile
+    is_second = problem.kernel == "dkdv" and problem.element_bytes == 4  # TF32: only d_out's
+    width = problem.v_pad if is_second else problem.pad
+    return min(tile, max(512 * config.num_warps, 32 * width * problem.element_bytes))
+
+
+def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """Products that read their operands from shared memory (wgmma, tcgen05): every stage has a buffer. tcgen05 runs beside
+    the loop, so a tile that a later product reads again has one more."""
+    stages, kernel = config.num_stages, problem.kernel
+    if stages == 1:
+        is_split = problem.target.family == "tcgen05" and config.num_warps >= 8 and config.BLOCK_M >= 128
+        split = 512 * config.num_warps if is_split else 0  # a part of the probabilities, between halves of the columns
+        return max(sides.first, sides.second) + split if kernel == "forward" else sides.streamed
+    again = 0
+    if problem.target.family == "tcgen05":
+        again = {"forward": _correction_scratch(config, problem), "dq": sides.first, "dkdv": sides.streamed}[kernel]
+    return stages * sides.streamed + again
+
+
+def _correction_scratch(config: TileConfig, problem: TileProblem) -> int:
+    """tcgen05 with 8 warps splits columns between them: the sums change their layout to be rescaled by row."""
+    m, n = config.BLOCK_M, config.BLOCK_N
+    if config.num_warps < 8 or (m < 128 and n == problem.v_pad):
+        return 0
+    halves = 2 if n <= 16 else 1
+    return halves * m * problem.v_pad // 2 if m >= 128 else 2 * halves * m * problem.v_pad // (2 if n > 32 else 1)
+
+
+def _relayout(sides: _Sides, problem: TileProblem, by_registers: bool) -> int:
+    """Bytes an element of the tile of scores that captured reads may add to a loop of one stage."""
+    is_turned = by_registers and sides.own < problem.pad
+    return 4 if is_turned or (problem.kernel == "dq" and problem.target.family == "tcgen05") else 1
+
+
+def _element_scratch(problem: TileProblem) -> int:
+    """Bytes an element that is read or added to one by one takes on its way between two layouts: by Triton's version a part
+    of the tile or, as said here, all of it."""
+    if problem.kernel == "dq" and problem.reads.may_have_gradient:
+        return 4
+    return 0 if not problem.reads.is_narrow else 4 if problem.target.family == "tcgen05" else 2
+
+
+def is_legal(config: TileConfig, problem: TileProblem) -> bool:
+    """Whether a configuration fits the target."""
+    return shared_bytes(config, problem) <= problem.target.shared_bytes
