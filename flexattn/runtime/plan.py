@@ -45,6 +45,7 @@ class Problem:
         block_mask: which tiles to visit, None for all.
         want_lse, want_max: which extra outputs the caller needs; lse is always computed when a gradient may be.
         options: the checked kernel_options.
+        tables: span tables that were made for this call and are kept nowhere else; shared with what `bind` makes.
     """
 
     q: Tensor
@@ -57,6 +58,7 @@ class Problem:
     want_lse: bool = True
     want_max: bool = False
     options: KernelOptions = DEFAULT
+    tables: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def captures(self) -> tuple[Tensor, ...]:
@@ -69,7 +71,17 @@ class Problem:
         if score is not None:
             score = score._replace(binding=score.binding._replace(captures=captures))
         return Problem(
-            q, k, v, self.scale, score, self.mask, self.block_mask, self.want_lse, self.want_max, self.options
+            q,
+            k,
+            v,
+            self.scale,
+            score,
+            self.mask,
+            self.block_mask,
+            self.want_lse,
+            self.want_max,
+            self.options,
+            self.tables,
         )
 
 

@@ -7,6 +7,7 @@ kernel has one way to walk, and the compiler needs fewer registers than for a lo
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import torch
 
@@ -24,6 +25,9 @@ def table_of(problem: Problem, config: TileConfig, *, transposed: bool) -> Devic
         config: BLOCK_M by BLOCK_N are the tiles.
         transposed: rows are tiles of keys.
     """
+    made = problem.tables.get((config.BLOCK_M, config.BLOCK_N, transposed))
+    if made is not None:
+        return cast(DeviceTable, made)
     if problem.block_mask is not None:
         return device_table(problem.block_mask, config, transposed=transposed)
     device = problem.q.device
@@ -35,10 +39,15 @@ def table_of(problem: Problem, config: TileConfig, *, transposed: bool) -> Devic
 
 
 def prepare_table(problem: Problem, config: TileConfig, *, transposed: bool) -> None:
-    """Makes the table that `table_of` will find, unless it is there; arguments as of `table_of`."""
-    predicate = None if problem.block_mask is None else problem.block_mask.predicate
-    if predicate is None or (config.BLOCK_M, config.BLOCK_N, transposed) not in predicate.tables:
-        table_of(problem, config, transposed=transposed)
+    """Makes the table that `table_of` will find; arguments as of `table_of`. It is kept with the mask where that may be used
+    again, and otherwise (a CUDA graph's capture, tensors of inference mode) with the call."""
+    key = (config.BLOCK_M, config.BLOCK_N, transposed)
+    table, predicate = (
+        table_of(problem, config, transposed=transposed),
+        None if problem.block_mask is None else problem.block_mask.predicate,
+    )
+    if predicate is None or key not in predicate.tables:
+        problem.tables[key] = table
 
 
 @functools.lru_cache(maxsize=256)
