@@ -20,6 +20,7 @@ from flexattn.frontend.mask_pytree import register
 from flexattn.frontend.predicate_mask import PredicateMask, trace_mask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.slices import read_slice
+from flexattn.frontend.spans import Spans
 from flexattn.frontend.tile_map import TileMap
 from flexattn.frontend.torch_lists import (
     DEFAULT_BLOCK_SIZE,
@@ -276,6 +277,28 @@ class BlockMask(TorchLists):
     def to_mask(self) -> Tensor:
         """The kept pairs: bool `[B, H, q_len, kv_len]`. Every pair is evaluated; for small masks and for tests."""
         return self._mask.kept().reshape(self.shape)
+
+    def row(self, position: int) -> Spans:
+        """The kept keys of one query, as runs of tokens; no table of the other rows is made. What decoding reads.
+
+        Args:
+            position: of the query, from 0; negative ones count from the end.
+
+        Returns:
+            (indptr, start, stop), int32: line `b * H + h` keeps the tokens `start[n] : stop[n]` for each n in
+            `indptr[line] : indptr[line + 1]`, in order, no run touching the next.
+
+        Raises:
+            CaptureIndexError: there is no such position, or a kept key reads a captured tensor out of range.
+            StaleMaskError: a tensor that a predicate mask captures has changed since it was created.
+
+        Example:
+            >>> rule = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < 4) | (q_idx - kv_idx < 100))
+            >>> _, start, stop = create_block_mask(rule, None, None, 1 << 20, 1 << 20, device="cpu").row(700_000)
+            >>> start.tolist(), stop.tolist()
+            ([0, 699901], [4, 700001])
+        """
+        return self._mask.as_predicate().row(position)
 
     def density(self) -> float:
         """The share of pairs that is kept, between 0 and 1, exactly; counted on first use."""

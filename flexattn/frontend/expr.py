@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -227,9 +228,14 @@ def _finish(op: str, args: tuple[Expr, ...], dtype: torch.dtype) -> Expr:
 def fold(roots: Sequence[Expr], visit: Callable[[Expr, list[T]], T]) -> list[T]:
     """Value of each root, computing every shared node once: visit(node, values of its arguments)."""
     done: dict[Expr, T] = {}
-    for node in topological(roots):
+    for node in _order(*roots):
         done[node] = visit(node, [done[a] for a in node.args])
     return [done[r] for r in roots]
+
+
+@lru_cache(maxsize=4096)
+def _order(*roots: Expr) -> tuple[Expr, ...]:
+    return tuple(topological(roots))
 
 
 def topological(roots: Sequence[Expr]) -> list[Expr]:

@@ -36,16 +36,15 @@ class Table:
 
     def flat_range(self, index: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(lo, hi, some position may be out of range) of the flat positions; a range across zero wraps, so covers its dimension."""
-        lo = hi = torch.zeros((), dtype=torch.int64, device=self.data.device)
-        outside: torch.Tensor | None = None
+        lo = hi = outside = None
         for n, (a, z) in zip(self.shape, index):
-            crossing = (a < 0) & (z >= 0)
-            below = a < -n
-            a, z = torch.where(a < 0, a + n, a), torch.where(z < 0, z + n, z)
-            a, z = torch.where(crossing, 0, a), torch.where(crossing, torch.clamp(z, min=n - 1), z)
-            beyond = below | (z < 0) | (z >= n)
-            outside = beyond if outside is None else outside | beyond
-            lo, hi = lo * n + a.clamp(0, n - 1), hi * n + z.clamp(0, n - 1)
+            if not _lies_within(a, z, n):
+                a, z, beyond = _wrapped(a, z, n)
+                outside = beyond if outside is None else outside | beyond
+            first = lo is None or hi is None
+            low, high = (a, z) if first else (lo * n + a, hi * n + z)
+            lo, hi = low, low if a is z and lo is hi else high
+        assert lo is not None and hi is not None  # a scalar has no positions
         return lo, hi, outside
 
     @property
@@ -103,6 +102,21 @@ class Table:
         a, z = lo >> 6, hi >> 6
         level = torch.frexp((z - a + 1).to(torch.float64))[1].to(torch.int64) - 1
         return self._sets[level, a] | self._sets[level, z - (1 << level) + 1]
+
+
+def _lies_within(a: torch.Tensor, z: torch.Tensor, size: int) -> bool:
+    """Whether no position from a to z is negative or past the end; a GPU is not asked."""
+    if a.device.type != "cpu" or not a.numel() or not z.numel():
+        return False
+    return int(a.min()) >= 0 and int(z.max()) < size
+
+
+def _wrapped(a: torch.Tensor, z: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(low, high, some position may be out of range) within a dimension of n; a range across zero covers it whole."""
+    crossing, below = (a < 0) & (z >= 0), a < -n
+    a, z = torch.where(a < 0, a + n, a), torch.where(z < 0, z + n, z)
+    a, z = torch.where(crossing, 0, a), torch.where(crossing, torch.clamp(z, min=n - 1), z)
+    return a.clamp(0, n - 1), z.clamp(0, n - 1), below | (z < 0) | (z >= n)
 
 
 def _doubling(first: torch.Tensor, join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -25,8 +25,11 @@ from flexattn.frontend.mask_functions import (
     sliced_function,
     with_tensors,
 )
+from flexattn.frontend.interval import Tables
 from flexattn.frontend.program import Binding, Program, Traced
+from flexattn.frontend.row import RowFinder, repeated, whole_row
 from flexattn.frontend.slices import Slice
+from flexattn.frontend.spans import Grid, Spans
 from flexattn.frontend.tile_map import TileMap, build_tile_map
 from flexattn.frontend.trace import trace
 
@@ -63,7 +66,8 @@ class PredicateMask:
         self.sizes, self.lengths, self.block = sizes, lengths, block
         self._versions = versions(self.traced)
         self._maps: dict[tuple[int, int], TileMap] = {}
-        self._finder: RowFinder | None = None
+        self._finder: RowFinder | None = None  # of rows
+        self._tables: Tables | None = None  # its ranges of captured tensors, which no length changes
         self.tables: dict[Hashable, Any] = {}  # what the device has made of this mask; whoever makes it keeps it here
 
     @property
@@ -115,12 +119,15 @@ class PredicateMask:
             given, hint = f"{position} for {q_len} queries", "a position of the mask, or appended() for a longer one"
             raise CaptureIndexError("position out of range for a BlockMask", given=given, hint=hint)
         if self.traced is None:
-            lines = torch.arange(batch * heads * (kv_len > 0) + 1, dtype=torch.int32, device=self.device)
-            start = torch.zeros_like(lines[1:])
-            return Spans(lines if kv_len else lines.expand(batch * heads + 1).clone(), start, start + kv_len)
-        finder = self._finder or RowFinder(self.traced, Grid(*shared, q_len, kv_len, 1, 1), self.device, self._ranges())
+            return repeated(whole_row(kv_len, self.device), (1, 1), (batch, heads))
+        finder = self._finder
+        if finder is None:
+            self._tables = self._tables or Tables(self.traced.binding)
+            finder = RowFinder(self.traced, Grid(*shared, q_len, kv_len, 1, 1), self.device, self._tables)
         if self.reusable:
             self._finder = finder
+        else:
+            self._tables = None
         found = finder.find(position % q_len)
         return found if shared == self.sizes else repeated(found, shared, self.sizes)
 
@@ -141,7 +148,10 @@ class PredicateMask:
         """The mask with other arguments."""
         self.check_current()
         names = ("traced", "function", "sizes", "lengths", "block", "device", "follows")
-        return PredicateMask(**{n: getattr(self, n) for n in names} | changes)
+        new = PredicateMask(**{n: getattr(self, n) for n in names} | changes)
+        if new.traced is self.traced:
+            new._tables = self._tables
+        return new
 
     def differs(self, batch: int, heads: int) -> bool:
         """Whether the mask for these sizes must be decided anew: the function reads an index whose size grows."""
@@ -203,7 +213,13 @@ class PredicateMask:
     def __getstate__(self) -> dict[str, Any]:
         """Without tile maps, and with the program in pieces: identity and hashes of expressions belong to a process."""
         self.check_current()
-        return self.__dict__ | {"traced": _packed(self.traced), "_maps": {}, "tables": {}}
+        return self.__dict__ | {
+            "traced": _packed(self.traced),
+            "_maps": {},
+            "tables": {},
+            "_finder": None,
+            "_tables": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

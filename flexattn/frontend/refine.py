@@ -26,9 +26,9 @@ POINTS_AT_ONCE = 1 << 16  # bounds the memory of evaluation
 class Predicate:
     """The mask over rectangles and over points; b and h follow from the group."""
 
-    def __init__(self, traced: Traced, grid: Grid, tables: Tables | None = None) -> None:
+    def __init__(self, traced: Traced, grid: Grid) -> None:
         self.program, self.binding = traced
-        self.tables, self.heads = tables or Tables(self.binding), grid.heads
+        self.tables, self.heads = Tables(self.binding), grid.heads
         self.compares_reads = any(
             n.op in ("eq", "ne") and all(a.op == "load" and a.args for a in n.args)
             for n in topological([self.program.body])
