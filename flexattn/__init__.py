@@ -12,6 +12,7 @@ from flexattn import errors, mods
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask, create_mask
 from flexattn.frontend.mask_functions import and_masks, noop_mask, or_masks
+from flexattn.frontend.stack import stack_masks
 from flexattn.runtime.attention import AuxOutput, AuxRequest, flex_attention
 from flexattn.runtime.merge import merge_states
 from flexattn.runtime.settings import FlexPerformanceWarning
@@ -39,6 +40,7 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "reset_stats",
+    "stack_masks",
     "stats",
 ]
 

@@ -1,4 +1,4 @@
-"""Masks out of masks: conjunction, disjunction, complement, other rows, block lists.
+"""Masks out of masks: conjunction, disjunction, complement, other rows, shifts, stacks, block lists.
 
 Reads traced masks and makes traced masks. The one idea: a traced mask is a snapshot, its numbers and captures are settled, so
 a mask made of others is put together from their programs and never by calling the user's functions a second time.
@@ -6,7 +6,7 @@ a mask made of others is put together from their programs and never by calling t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -105,6 +105,79 @@ def opposite(a: Traced | None) -> Traced:
     if a is None:
         return parts.traced(const(False, torch.bool), "nothing")
     return parts.traced(make("not", parts.body(a)), f"~{a.program.name}")
+
+
+def one_of(a: Traced | None, b: Traced | None) -> Traced | None:
+    """Pairs that exactly one mask keeps."""
+    if a is None or b is None:
+        return opposite(b if a is None else a)
+    parts = _Composer()
+    body = make("xor", parts.body(a), parts.body(b))
+    return parts.traced(body, f"{a.program.name} ^ {b.program.name}")
+
+
+def shifted(traced: Traced | None, q: int, kv: int) -> Traced | None:
+    """The mask seen from query q and key kv: its indices count from there."""
+    if traced is None:
+        return None
+    parts, swap = _Composer(), {}
+    for name, offset in (("q_idx", q), ("kv_idx", kv)):
+        if offset:
+            swap[var(name)] = make("add", var(name), num(parts.number(offset), torch.int64))
+    return parts.traced(parts.body(traced, swap), traced.program.name)
+
+
+def transposed(traced: Traced | None) -> Traced | None:
+    """The mask with queries and keys in each other's place."""
+    if traced is None:
+        return None
+    parts = _Composer()
+    body = parts.body(traced, {var("q_idx"): var("kv_idx"), var("kv_idx"): var("q_idx")})
+    return parts.traced(body, f"{traced.program.name}, transposed")
+
+
+def stacked(masks: Sequence[tuple[Traced | None, int]], axis: str) -> Traced | None:
+    """Masks side by side.
+
+    Args:
+        masks: each with the number of positions it has on the axis.
+        axis: "b" or "h".
+
+    Returns:
+        A mask that asks the position which of them it is. Equal neighbours that do not read the axis are one of them.
+    """
+    parts, index, spans = _Composer(), var(axis), _joined(masks, var(axis).deps)
+    body: Expr | None = None
+    for traced, start, stop in reversed(spans):
+        first, end = (num(parts.number(n), torch.int64) for n in (start, stop))
+        inside = make("and", make("le", first, index), make("lt", index, end))
+        if len(spans) == 1:
+            return traced
+        own = make("sub", index, first) if start else index
+        here = const(True, torch.bool) if traced is None else parts.body(traced, {index: own}, where=inside)
+        body = here if body is None else make("where", make("lt", index, end), here, body)
+    return opposite(None) if body is None else parts.traced(body, "stack")
+
+
+def _joined(masks: Sequence[tuple[Traced | None, int]], deps: int) -> list[tuple[Traced | None, int, int]]:
+    """(mask, start, stop) along an axis, without those of no positions."""
+    spans: list[tuple[Traced | None, int, int]] = []
+    at = 0
+    for traced, size in masks:
+        reads = traced is not None and traced.program.body.deps & deps
+        if spans and not reads and _same(spans[-1][0], traced):
+            spans[-1] = (traced, spans[-1][1], at + size)
+        elif size:
+            spans.append((traced, at, at + size))
+        at += size
+    return spans
+
+
+def _same(a: Traced | None, b: Traced | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    same = all(x is y for x, y in zip(a.binding.captures, b.binding.captures, strict=False))
+    return same and a.program == b.program and a.binding.numbers == b.binding.numbers
 
 
 def moved(traced: Traced | None, part: Slice) -> Traced | None:

@@ -367,6 +367,72 @@ class BlockMask(TorchLists):
 
     _adjust = crop
 
+    def shifted(self, *, q: int = 0, kv: int = 0, lengths: tuple[int, int] | None = None) -> BlockMask:
+        """The mask seen from a further position, as a predicate mask: its pair (i, j) is this one's (q + i, kv + j).
+
+        Args:
+            q, kv: the offsets, which are arguments of kernels: another offset builds nothing. They may be negative; what a
+                function says of positions below 0 is its own affair (captured tensors count them from their end).
+            lengths: (q_len, kv_len) of the new mask, longer ones too; by default this mask's from the offsets on.
+
+        Returns:
+            The mask; its function is not called again.
+
+        Raises:
+            ShapeError: it is a list mask and the lists do not reach there.
+
+        Example:
+            >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 5, 5, device="cpu")
+            >>> causal.shifted(q=2).to_mask().int().tolist()
+            [[[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]
+        """
+        q_len, kv_len = self.seq_lengths
+        q_new, kv_new = lengths or (max(0, q_len - q), max(0, kv_len - kv))
+        if self.is_list and (min(q, kv) < 0 or q + q_new > q_len or kv + kv_new > kv_len):
+            raise ShapeError(
+                "block lists say nothing of pairs outside them",
+                given=f"({q_new}, {kv_new}) from ({q}, {kv}) of {self.seq_lengths}",
+                hint="offsets of at least 0 and lengths that end within the mask's",
+            )
+        return self._made(self._mask.as_predicate().shifted(q, kv, (q_new, kv_new)))
+
+    def transposed(self) -> BlockMask:
+        """The mask with queries and keys in each other's place, as a predicate mask; BLOCK_SIZE turns with it.
+
+        Example:
+            >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3, device="cpu")
+            >>> causal.transposed().to_mask().int().tolist()
+            [[[[1, 1], [0, 1], [0, 0]]]]
+        """
+        return self._made(self._mask.as_predicate().transposed())
+
+    def appended(self, n: int = 1) -> BlockMask:
+        """The mask with n further queries and keys at the end, of which its function decides: nothing is traced again.
+
+        Args:
+            n: how many tokens; the time does not depend on the mask's lengths.
+
+        Returns:
+            A predicate mask.
+
+        Raises:
+            UnsupportedError: it is a list mask, and lists say nothing of further tokens.
+            OptionError: n is negative.
+
+        Example:
+            >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 100, 100, device="cpu")
+            >>> longer = causal.appended()
+            >>> longer.seq_lengths, longer.row(-1).stop.tolist()
+            ((101, 101), [101])
+        """
+        mask = self._mask
+        if isinstance(mask, ListMask):
+            given, hint = f"a list mask of {self.seq_lengths}", "create_block_mask, whose function covers any length"
+            raise UnsupportedError("block lists cannot grow", given=given, hint=hint)
+        if not isinstance(n, int) or n < 0:
+            raise OptionError("n must be an integer of at least 0", given=n, hint="crop for a shorter mask")
+        return self._like(mask.changed(lengths=(mask.lengths[0] + n, mask.lengths[1] + n)))
+
     def expand(self, batch: int, heads: int) -> BlockMask:
         """The mask for sizes that its own broadcast to; needed where a function reads b or h and the mask was made for one.
 
@@ -404,6 +470,10 @@ class BlockMask(TorchLists):
     def __or__(self, other: BlockMask) -> BlockMask:
         """Pairs that at least one of the masks keeps."""
         return self._made(self._mask.as_predicate() | _predicate(other))
+
+    def __xor__(self, other: BlockMask) -> BlockMask:
+        """Pairs that exactly one of the masks keeps."""
+        return self._made(self._mask.as_predicate() ^ _predicate(other))
 
     def __invert__(self) -> BlockMask:
         """Pairs that the mask drops."""

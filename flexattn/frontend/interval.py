@@ -36,14 +36,17 @@ class Table:
 
     def flat_range(self, index: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(lo, hi, some position may be out of range) of the flat positions; a range across zero wraps, so covers its dimension."""
-        lo = hi = outside = None
+        lo: torch.Tensor | None = None
+        hi: torch.Tensor | None = None
+        outside: torch.Tensor | None = None
         for n, (a, z) in zip(self.shape, index):
             if not _lies_within(a, z, n):
                 a, z, beyond = _wrapped(a, z, n)
                 outside = beyond if outside is None else outside | beyond
-            first = lo is None or hi is None
-            low, high = (a, z) if first else (lo * n + a, hi * n + z)
-            lo, hi = low, low if a is z and lo is hi else high
+            if lo is None or hi is None:
+                lo, hi = a, z
+            else:
+                lo, hi = lo * n + a, hi * n + z
         assert lo is not None and hi is not None  # a scalar has no positions
         return lo, hi, outside
 

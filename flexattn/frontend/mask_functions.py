@@ -1,4 +1,4 @@
-"""Mask functions out of mask functions: and, or, not, a slice's view, the same with other tensors.
+"""Mask functions out of mask functions: and, or, xor, not, a slice's view, shifts, stacks, the same with other tensors.
 
 Reads Python callables; makes Python callables. The one idea: they are functools.partial of functions of this module, so that
 they pickle wherever their parts do.
@@ -31,6 +31,41 @@ def _sliced_mask(
     row = q.of(q_idx)
     kept = mask_mod(b.of(b_idx), h.of(h_idx), row, kv_idx)
     return kept if q.limit is None else kept & (row < q.limit)
+
+
+def shifted_function(mask_mod: MaskMod, q: int, kv: int) -> MaskMod:
+    """`mask_mod` seen from query `q` and key `kv`."""
+    return functools.partial(_shifted_mask, mask_mod, q, kv)
+
+
+def _shifted_mask(mask_mod: MaskMod, q: int, kv: int, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return mask_mod(b, h, q_idx + q, kv_idx + kv)
+
+
+def transposed_function(mask_mod: MaskMod) -> MaskMod:
+    """`mask_mod` with queries and keys in each other's place."""
+    return functools.partial(_transposed_mask, mask_mod)
+
+
+def _transposed_mask(mask_mod: MaskMod, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return mask_mod(b, h, kv_idx, q_idx)
+
+
+def stacked_function(parts: tuple[tuple[MaskMod, int, int], ...], axis: int) -> MaskMod:
+    """Mask functions side by side along batch (axis 0) or heads (1): each with the positions from its start to its stop."""
+    return functools.partial(_stacked_mask, parts, axis)
+
+
+def _stacked_mask(
+    parts: tuple[tuple[MaskMod, int, int], ...], axis: int, b: Any, h: Any, q_idx: Any, kv_idx: Any
+) -> Any:
+    index = (b, h)[axis]
+    kept: Any = truth(b, False)
+    for mask_mod, start, stop in reversed(parts):
+        own = torch.clamp(index - start, 0, stop - start - 1)
+        here = mask_mod(*((b, own) if axis else (own, h)), q_idx, kv_idx)
+        kept = torch.where(index < stop, here, kept)
+    return kept
 
 
 def truth(like: Any, value: bool) -> Any:
@@ -78,6 +113,15 @@ def _or_mask(mask_mods: tuple[MaskMod, ...], b: Any, h: Any, q_idx: Any, kv_idx:
     for mask_mod in mask_mods:
         kept = kept | mask_mod(b, h, q_idx, kv_idx)
     return kept
+
+
+def xor_masks(first: MaskMod, second: MaskMod) -> MaskMod:
+    """The mask that keeps what exactly one of two masks keeps."""
+    return functools.partial(_xor_mask, *_callables((first, second)))
+
+
+def _xor_mask(first: MaskMod, second: MaskMod, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return first(b, h, q_idx, kv_idx) ^ second(b, h, q_idx, kv_idx)
 
 
 def not_mask(mask_mod: MaskMod) -> MaskMod:

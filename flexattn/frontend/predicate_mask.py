@@ -6,7 +6,8 @@ tensor, so a mask can tell that it is out of date without looking at any value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +17,20 @@ from flexattn.errors import CaptureIndexError, DeviceError, OptionError, ShapeEr
 from flexattn.frontend import algebra
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import DEP_B, DEP_H
+from flexattn.frontend.interval import Tables
 from flexattn.frontend.mask_functions import (
     MaskMod,
     and_masks,
     noop_mask,
     not_mask,
     or_masks,
+    shifted_function,
     sliced_function,
+    stacked_function,
+    transposed_function,
     with_tensors,
+    xor_masks,
 )
-from flexattn.frontend.interval import Tables
 from flexattn.frontend.program import Binding, Program, Traced
 from flexattn.frontend.row import RowFinder, repeated, whole_row
 from flexattn.frontend.slices import Slice
@@ -172,6 +177,17 @@ class PredicateMask:
             lengths=(part.q_len, self.lengths[1]),
         )
 
+    def shifted(self, q: int, kv: int, lengths: tuple[int, int]) -> PredicateMask:
+        """The mask from query `q` and key `kv` on."""
+        function = shifted_function(self.function, q, kv)
+        return self.changed(traced=algebra.shifted(self.traced, q, kv), function=function, lengths=lengths)
+
+    def transposed(self) -> PredicateMask:
+        """Queries and keys in each other's place."""
+        lengths, block = self.lengths[::-1], self.block[::-1]
+        traced, function = algebra.transposed(self.traced), transposed_function(self.function)
+        return self.changed(traced=traced, function=function, lengths=lengths, block=block)
+
     def to(self, device: torch.device | str) -> PredicateMask:
         """The mask, and the tensors that its function captures, on another device."""
         move = lambda t: t.to(device)
@@ -189,25 +205,16 @@ class PredicateMask:
     def __or__(self, other: PredicateMask) -> PredicateMask:
         return self._with(other, algebra.either(self.traced, other.traced), or_masks(self.function, other.function))
 
+    def __xor__(self, other: PredicateMask) -> PredicateMask:
+        return self._with(other, algebra.one_of(self.traced, other.traced), xor_masks(self.function, other.function))
+
     def __invert__(self) -> PredicateMask:
         return self.changed(traced=algebra.opposite(self.traced), function=not_mask(self.function))
 
     def _with(self, other: PredicateMask, traced: Traced | None, function: MaskMod) -> PredicateMask:
         """A mask of this one and another, which must be as long; a size of 1 broadcasts."""
-        pairs = list(zip(self.sizes, other.sizes, strict=True))
-        if self.lengths != other.lengths or any(1 not in p and p[0] != p[1] for p in pairs):
-            shapes = f"{self.sizes + self.lengths} and {other.sizes + other.lengths}"
-            hint = "one Q_LEN and KV_LEN for both, and B and H of 1 or the same"
-            raise ShapeError("masks of different sizes cannot be combined", given=shapes, hint=hint)
-        mine = self.following(other.device)
-        other = other.following(mine.device)
-        if mine.device != other.device:
-            given = (mine.device, other.device)
-            raise DeviceError("masks on different devices cannot be combined", given=given, hint="mask.to(device)")
-        other.check_current()
-        batch, heads = (b if a == 1 else a for a, b in pairs)
-        follows = mine.follows and other.follows
-        return mine.changed(traced=traced, function=function, sizes=(batch, heads), follows=follows)
+        (mine, _), sizes = _aligned((self, other), None)
+        return mine.changed(traced=traced, function=function, sizes=sizes, follows=self.follows and other.follows)
 
     # ------------------------------------------------------------------------------------------------- moving around
     def __getstate__(self) -> dict[str, Any]:
@@ -225,6 +232,34 @@ class PredicateMask:
         self.__dict__.update(state)
         self.traced = _unpacked(state["traced"])
         self._versions = versions(self.traced)
+
+
+def stacked(masks: Sequence[PredicateMask], axis: int) -> PredicateMask:
+    """Masks side by side along batch (axis 0) or heads (1), which must agree in all else; a size of 1 broadcasts."""
+    masks, sizes = _aligned(masks, axis)
+    traced = algebra.stacked([(m.traced, m.sizes[axis]) for m in masks], "bh"[axis])
+    stops = list(itertools.accumulate(m.sizes[axis] for m in masks))
+    parts = tuple((m.function, stop - m.sizes[axis], stop) for m, stop in zip(masks, stops, strict=True))
+    follows = all(m.follows for m in masks)
+    return masks[0].changed(traced=traced, function=stacked_function(parts, axis), sizes=sizes, follows=follows)
+
+
+def _aligned(masks: Sequence[PredicateMask], axis: int | None) -> tuple[tuple[PredicateMask, ...], tuple[int, int]]:
+    """The masks on one device, and (batch, heads) of all together: added along the axis, else the same or 1."""
+    sizes = [tuple({m.sizes[n] for m in masks} - {1}) or (1,) for n in (0, 1)]
+    if len({m.lengths for m in masks}) > 1 or any(len(s) > 1 for n, s in enumerate(sizes) if n != axis):
+        shapes = " and ".join(str(m.sizes + m.lengths) for m in masks)
+        hint = "one Q_LEN and KV_LEN for all, and B and H of 1 or the same"
+        raise ShapeError("masks of different sizes cannot be combined", given=shapes, hint=hint)
+    device = next((m.device for m in masks if not m.follows), masks[0].device)
+    masks = tuple(m.following(device) for m in masks)
+    if any(m.device != device for m in masks):
+        given = tuple(str(m.device) for m in masks)
+        raise DeviceError("masks on different devices cannot be combined", given=given, hint="mask.to(device)")
+    for mask in masks:
+        mask.check_current()
+    batch, heads = (sum(m.sizes[n] for m in masks) if n == axis else s[0] for n, s in enumerate(sizes))
+    return masks, (batch, heads)
 
 
 def version(tensor: Any) -> int | None:

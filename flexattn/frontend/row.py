@@ -64,8 +64,8 @@ class RowFinder:
         if not groups or not kv_len:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         q = torch.full((1, 1), position, device=self.device)
-        index = {"b": (self.b, self.b), "h": (self.h, self.h), "q_idx": (q, q), "kv_idx": (self.first, self.last)}
-        shape = (groups, len(self.first))
+        index: dict[str, Any] = {"b": (self.b, self.b), "h": (self.h, self.h), "q_idx": (q, q)}
+        index["kv_idx"], shape = (self.first, self.last), (groups, len(self.first))
         must, may = (x.expand(shape).cpu().numpy() for x in bounds(traced.program, self.tables, **index))
         group, start, stop = _edges(must)
         origin = group * (kv_len + 1)
