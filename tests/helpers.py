@@ -20,6 +20,7 @@ from flexattn.errors import FlexError
 from flexattn.runtime.reference import call_mod, oracle
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+on_devices = pytest.mark.parametrize("device", DEVICES)
 HALF = (torch.float16, torch.bfloat16)
 GUARD = 67  # NaN elements in front of and behind a tensor's own: an odd number, so that nothing is aligned
 ALIGNED = 64  # the same where a tensor shall be aligned as a fresh one is

@@ -20,7 +20,6 @@ from flexattn.errors import ShapeError
 from tests.cases.bounds import assert_each_within, assert_half_within
 from tests.helpers import (
     ALIGNED,
-    DEVICES,
     Result,
     assert_explains,
     assert_rule,
@@ -34,13 +33,13 @@ from tests.helpers import (
     make_qkv,
     mean_error,
     nan_filled_allocations,
+    on_devices,
     run,
     weights_for,
     window,
 )
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def zero(x: Tensor) -> bool:

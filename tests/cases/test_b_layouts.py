@@ -19,7 +19,6 @@ from flexattn.runtime.reference import oracle
 from tests.cases.bounds import assert_each_within
 from tests.helpers import (
     ALIGNED,
-    DEVICES,
     assert_explains,
     assert_rule,
     causal,
@@ -30,12 +29,12 @@ from tests.helpers import (
     guarded,
     make_qkv,
     nan_filled_allocations,
+    on_devices,
     run,
     window,
 )
 
 BF16, F32 = torch.bfloat16, torch.float32
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 # ---------------------------------------------------------------- C14: fused projections and other strides

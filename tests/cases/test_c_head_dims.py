@@ -20,17 +20,16 @@ from flexattn.runtime.reference import oracle
 from tests.cases.bounds import assert_each_within
 from tests.helpers import (
     ALIGNED,
-    DEVICES,
     assert_explains,
     causal,
     check,
     check_shared,
     guarded,
     make_qkv,
+    on_devices,
 )
 
 BF16, F32 = torch.bfloat16, torch.float32
-on_devices = pytest.mark.parametrize("device", DEVICES)
 in_both_dtypes = pytest.mark.parametrize("dtype", [BF16, F32])
 
 

@@ -25,11 +25,10 @@ from tests.cases.bounds import (
     assert_summed_in_float32,
     dense_with_wide_captures,
 )
-from tests.helpers import DEVICES, causal, check, dense, exact, guarded, make_qkv, run, window
+from tests.helpers import causal, check, dense, exact, guarded, make_qkv, on_devices, run, window
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROOT = Path(__file__).resolve().parents[2]
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 # ---------------------------------------------------------------- C28: scalar parameters

@@ -12,10 +12,7 @@ import flexattn
 from flexattn import BlockMask, create_block_mask, create_mask, flex_attention
 from flexattn.frontend import display
 from tests.cases.bounds import assert_each_within
-from tests.helpers import DEVICES, check, exact, kept_pairs, make_qkv, run
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
-
+from tests.helpers import check, exact, kept_pairs, make_qkv, on_devices, run
 
 # ---------------------------------------------------------------- C49: views and statistics
 BLOCK_SIZES = [(8, 8), (64, 128), (128, 64), (16, 256)]

@@ -25,7 +25,6 @@ from flexattn.runtime import cpu
 from flexattn.runtime.reference import oracle
 from tests.cases.bounds import assert_each_within, assert_half_within
 from tests.helpers import (
-    DEVICES,
     Result,
     assert_explains,
     causal,
@@ -36,6 +35,7 @@ from tests.helpers import (
     guarded,
     make_qkv,
     nan_filled_allocations,
+    on_devices,
     run,
     weights_for,
 )
@@ -43,7 +43,6 @@ from tests.helpers import (
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("out", "lse", "dq", "dk", "dv", "capture")
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def values(result: Result) -> tuple[Tensor, ...]:

@@ -13,11 +13,10 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tests.differential.cases import CASES, Sizes, causal, documents
 from tests.differential.compare import Problem, compare, make_problem, ours, torch_result
-from tests.helpers import DEVICES, Result
+from tests.helpers import Result, on_devices
 
 BF16 = torch.bfloat16
 BLOCK = 128
-on_devices = pytest.mark.parametrize("device", DEVICES)
 MASKED = [name for name, case in CASES.items() if case.mask is not None]
 
 

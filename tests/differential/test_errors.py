@@ -25,9 +25,7 @@ from tests.differential.compare import (
     torch_compiler,
     torch_without_compiler,
 )
-from tests.helpers import DEVICES
-
-on_devices = pytest.mark.parametrize("device", DEVICES)
+from tests.helpers import on_devices
 
 
 def tensors(device: str, **changes: Any) -> tuple[Tensor, Tensor, Tensor]:

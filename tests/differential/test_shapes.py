@@ -23,10 +23,9 @@ from tests.differential.compare import (
     torch_result,
     torch_without_compiler,
 )
-from tests.helpers import DEVICES, guarded
+from tests.helpers import guarded, on_devices
 
 BF16, F32 = torch.bfloat16, torch.float32
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 # name: (row of the table, sizes)
 SHAPES = {

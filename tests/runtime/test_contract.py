@@ -17,18 +17,17 @@ from flexattn import AuxRequest, flex_attention
 from flexattn.errors import CaptureIndexError, FlexError
 from flexattn.runtime.reference import oracle
 from tests.helpers import (
-    DEVICES,
     causal,
     check,
     exact,
     make_qkv,
     nan_filled_allocations,
+    on_devices,
     run,
     window,
 )
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def lse_of(q, k, v, **mods) -> Tensor:

@@ -11,10 +11,9 @@ from torch import Tensor
 import flexattn
 from flexattn import merge_states
 from flexattn.errors import CallError, DeviceError, DTypeError, ShapeError
-from tests.helpers import DEVICES
+from tests.helpers import on_devices
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def part(*shape: int, dtype: torch.dtype = F32, device: str = "cpu", requires_grad: bool = False) -> list[Tensor]:
