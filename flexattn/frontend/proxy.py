@@ -157,7 +157,7 @@ class Proxy:
     def __int__(self) -> int:
         raise error(
             "a traced value has no Python value (`int()`, `float()`, `range()`)",
-            hint="tensor code, such as .to(torch.int64)",
+            hint="tensor code: x.to(torch.int64) for int(x), torch.sin(x) for math.sin(x), a tensor for a list",
         )
 
     __float__ = __index__ = __int__

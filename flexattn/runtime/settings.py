@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 import warnings
 from pathlib import Path
 
+import torch
+
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _WARNED: set[str] = set()
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_TORCHS = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 class FlexPerformanceWarning(UserWarning):
@@ -66,12 +71,23 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def warn_once(key: str, message: str, category: type[Warning] = UserWarning, *, stacklevel: int = 3) -> None:
-    """Shows `message` the first time `key` is seen in this process."""
+def warn_once(key: str, message: str, category: type[Warning] = UserWarning) -> None:
+    """Shows `message` the first time `key` is seen in this process, at the line that called this package."""
     if key in _WARNED:
         return
     _WARNED.add(key)
-    warnings.warn(message, category, stacklevel=stacklevel)
+    warnings.warn(message, category, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The stacklevel, for a warning of the caller, of the first frame outside this package and, below it, of torch."""
+    files: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back  # type: ignore[assignment]
+    entry = max((n for n, file in enumerate(files) if file.startswith(_OURS)), default=0)
+    return 1 + next((n for n in range(entry + 1, len(files)) if not files[n].startswith(_TORCHS)), entry)
 
 
 def forget_warnings() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from flexattn.frontend import tile_map
 
@@ -55,7 +56,10 @@ class Stats:
             counter: Counter[str] = getattr(self, name)
             parts = ", ".join(f"{key} {count}" for key, count in sorted(counter.items()))
             lines.append(f"  {name.replace('_', ' '):<12} {sum(counter.values()):>6}{'  ' + parts if parts else ''}")
-        return "\n".join(lines + [f"  - {event}" for event in self.events])
+        for event, same in groupby(self.events):
+            times = sum(1 for _ in same)
+            lines.append(f"  - {event}" + (f" ({times} times)" if times > 1 else ""))
+        return "\n".join(lines)
 
     __repr__ = __str__
 
