@@ -122,7 +122,7 @@ class KernelSpec:
 
 
 def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout:
-    """Layout facts of a [batch, heads, length, dim] tensor whose last stride is 1 (or matters not, for a dim of 1)."""
+    """Layout facts of a [batch, heads, length, dim] tensor, or of its contiguous copy where the last stride is not 1."""
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         hint = "convert query, key and value, or kernel_options={'BACKEND': 'TORCH'}"
         raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint=hint)
@@ -133,6 +133,8 @@ def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout
 def _tensor_layout(
     dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], offset: int, tile_rows: int
 ) -> TensorLayout:
+    if strides[3] != 1 and shape[3] > 1:  # a launch copies it
+        return fresh_layout(dtype, shape[3])
     aligned = offset == 0 and all(s % (16 // dtype.itemsize) == 0 for s in strides[:3])
     reach = tile_rows * strides[2] + 2 * shape[3] * strides[3]
     expanded = any(s <= 0 and n > 1 for s, n in zip(strides, shape))

@@ -1,7 +1,7 @@
 """A Problem and a Plan -> the kernel a launch runs and its tiles: asks the options, the mask, autotuning and the compiler.
 
-The idea: a spec holds facts only, so it is found again by a small key of facts (layouts, size classes, mask facts) in the
-plan's memo. Tiles come from a short list of legal ones: the caller's, or the first that builds, or, with autotuning, the
+The idea: a spec holds facts only, so it is found again by a small key of facts (layouts, size classes, the blocks of a list
+mask) in the plan's memo. Tiles come from a short list of legal ones: the caller's, or the first that builds, or, with autotuning, the
 one that was fastest on a call like this.
 """
 
@@ -97,6 +97,9 @@ def tiles_of(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, str
     if is_fixed(kernel, _tile_options(problem, kernel)):
         return configs[0], "given by kernel_options"
     if not problem.options.autotune:
+        last: Chosen | None = plan.memo.get(("last", _group(problem, kernel)))
+        if last is not None and last.config != configs[0]:
+            return last.config, f"the first that builds; {configs[0]} does not"
         return configs[0], "the default"
     question = _question(problem, plan, kernel, _likely_facts(problem, plan, kernel))
     tuned = autotune.find(question)

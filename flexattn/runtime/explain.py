@@ -113,7 +113,8 @@ def _mask(problem: Problem, mask_mod: Any) -> Iterator[str]:
     if problem.block_mask is None:
         yield "mask: none, every pair is kept"
         return
-    yield from _program("mask_mod", problem.mask, mask_mod)
+    given = mask_mod if mask_mod is not None or problem.mask is None else problem.block_mask.mask_mod
+    yield from _program("mask_mod", problem.mask, given)
     if not is_empty(problem):
         yield from _tile_map(_any_tile_map(problem.block_mask))
 

@@ -164,6 +164,7 @@ def test_layout_facts() -> None:
     assert tensor_layout(x[..., 1:33]) == TensorLayout("bf16", False, False)
     assert tensor_layout(x[:, :, :, :46]).is_aligned
     assert not tensor_layout(torch.zeros(1, 1, 3, 46, dtype=torch.bfloat16)).is_aligned
+    assert tensor_layout(x.mT) == tensor_layout(x.mT.contiguous())  # what a launch copies
     huge = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 1, 300, 64)
     assert not tensor_layout(huge).is_wide
     assert tensor_layout(torch.empty(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (1, 1, 1 << 25, 1))).is_wide

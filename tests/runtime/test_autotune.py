@@ -368,6 +368,11 @@ def test_why_these_tiles(monkeypatch):
     assert why(BLOCK_M=32) == (dataclasses.replace(default[0], BLOCK_M=32), "given by kernel_options")
     assert why(BLOCK_M=32, autotune=True)[1] == "given by kernel_options"
     assert why(autotune=True) == (default[0], "the default; the first call times 10 configurations")
+    problem, plan = prepare((x, x, x), None, (None, None))
+    second = choose.legal_tiles(problem, plan, "forward")[1]
+    taken = choose.Chosen(KernelSpec("forward", target_of(90), second, 64, 64, ()), kernel=None)
+    monkeypatch.setitem(plan.memo, ("last", choose._group(problem, "forward")), taken)
+    assert choose.tiles_of(problem, plan, "forward") == (second, f"the first that builds; {default[0]} does not")
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -141,8 +141,26 @@ def test_stats_print_nicely_and_are_a_copy():
     assert "builds            1  forward bf16 1" in text
     assert "- build forward bf16: first call with this structure" in text
     assert repr(flexattn.stats()) == text
+    stats.record_build("forward bf16", "first call with this structure")
+    assert str(flexattn.stats()).count("- build") == 1
+    assert str(flexattn.stats()).endswith("first call with this structure (2 times)")
     flexattn.reset_stats()
     assert flexattn.stats().events == ()
+
+
+def test_warnings_name_the_line_that_called():
+    settings.forget_warnings()
+    x = torch.randn(1, 1, 8, 16, requires_grad=True)
+    with pytest.warns(FutureWarning, match="return_lse") as seen:
+        flex_attention(x, x, x, return_lse=True)
+    with pytest.warns(UserWarning, match="no effect") as also_seen:
+        flex_attention(x, x, x, kernel_options={"BACKEND": "TORCH", "BLOCK_M": 64})
+    assert {w.filename for w in (*seen, *also_seen)} == {__file__}
+
+
+def test_explain_names_the_line_of_a_block_masks_function():
+    mask = create_block_mask(CAUSAL, None, None, 40, 40)
+    assert f"written at {__file__}:" in explain(*qkv(), block_mask=mask)
 
 
 def test_settings_read_the_environment(monkeypatch, tmp_path):
