@@ -86,7 +86,8 @@ def flex_attention(
     """softmax(score_mod(scale * query @ key^T) where the mask keeps) @ value, as fused kernels that skip empty tiles.
 
     Args:
-        query: [batch, q_heads, q_len, qk_dim], float16, bfloat16, float32 or float64, any strides.
+        query: [batch, q_heads, q_len, qk_dim], float16, bfloat16, float32 or float64, any strides; kernels copy an input
+            whose last dimension is not contiguous, at every call, and say so once.
         key: [batch or 1, kv_heads, kv_len, qk_dim], same dtype and device.
         value: [batch or 1, kv_heads, kv_len, v_dim], same dtype and device.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, on float32 scores; h is the query head. None: identity.
@@ -94,7 +95,7 @@ def flex_attention(
         scale: factor of the scores before score_mod, any float; None for 1 / sqrt(qk_dim).
         enable_gqa: q_heads may be a multiple of kv_heads; query head h reads key head h // (q_heads // kv_heads).
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
-        kernel_options: torch's keys, and BACKEND='TORCH' (torch ops) and 'strict_nan'; see runtime/options.py.
+        kernel_options: torch's keys, and BACKEND='TORCH' (torch ops), 'strict_nan' and 'autotune'; see runtime/options.py.
         return_aux: which extra outputs to return.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, True keeps; with block_mask as well, both must keep.
     Returns:
@@ -178,7 +179,6 @@ def _requested(return_lse: bool, return_aux: Any) -> AuxRequest:
                 "return_lse",
                 "return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.",
                 FutureWarning,
-                stacklevel=4,
             )
         return AuxRequest(lse=bool(return_lse))
     if return_lse:

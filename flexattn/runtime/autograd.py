@@ -1,7 +1,7 @@
 """flex_attention as one node of the autograd graph: forward and backward of whatever backend the plan names.
 
 Reads a Problem and a Plan and the tensors that may need gradients (query, key, value, score_mod's captures). Nothing is
-decided in backward: tile maps for both directions are made before the forward launch, so a mask whose tensors change in
+decided in backward: the tables its kernels walk are made before the forward launch, so a mask whose tensors change in
 between cannot give gradients of a different mask.
 """
 
@@ -57,7 +57,7 @@ class FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(problem: Problem, plan: Plan, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Makes the tile maps of both directions, then runs the forward pass."""
+        """Makes the tile maps of backward, then runs the forward pass, which makes its own."""
         q, k, v, *captures = inputs
         if q is not problem.q or k is not problem.k or v is not problem.v or captures:
             problem = problem.bind(q, k, v, tuple(captures))

@@ -34,9 +34,7 @@ def find(predicate: PredicateMask, key: Hashable) -> Any:
         return None
     if made.done is None:
         return made.what
-    if is_capturing(
-        predicate.device
-    ):  # a capture begins when the work before it is done, and may wait for nothing outside
+    if is_capturing(predicate.device):  # it begins when the work before it is done, and may wait for nothing outside
         predicate.tables.setdefault(_IN_GRAPHS, []).append(made)
         return made.what
     if stream_of(predicate.device) != made.stream:

@@ -1,4 +1,4 @@
-"""Where a program works and what it loads: reads the span table and strided tensors, makes tiles [ROWS, PAD].
+"""Where a program works and what it loads: reads the span table and tensors by row, makes tiles [ROWS, PAD].
 
 The idea: a table row lists half-open runs of tiles ("spans"), the first run inline and the others in EXTRA, so that a
 kernel walks contiguous keys and never an index list. Row ints: 0 tile, 1 full tiles, 2 partial tiles, 3 full spans,
