@@ -81,5 +81,9 @@ class MaskFunctionError(FlexError, RuntimeError):
     """A mask function is missing, or something that cannot be called was given as one."""
 
 
+class FileError(FlexError, ValueError):
+    """A file does not hold what it should."""
+
+
 class CompileError(FlexError, RuntimeError):
     """No configuration of a kernel could be compiled."""

@@ -6,6 +6,7 @@ a mask made from a function *is* that function and can be cut into tiles of any 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import MaskFunctionError, MaskTypeError, OptionError, ShapeError, UnsupportedError
-from flexattn.frontend import display
+from flexattn.frontend import display, saved
 from flexattn.frontend.list_mask import KvLists, ListMask, two_sizes
 from flexattn.frontend.mask_functions import MaskMod, noop_mask, sliced_function, with_tensors
 from flexattn.frontend.mask_pytree import register
@@ -493,6 +494,47 @@ class BlockMask(TorchLists):
         return display.html(self)
 
     # ------------------------------------------------------------------------------------------------ moving around
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the mask to a file as it was traced, with the tensors it captures: plain data, and no code.
+
+        A list mask is written as the predicate that it also is. Pickling keeps a mask as it is, but needs the function's module.
+
+        Args:
+            path: of a file, written by torch.save.
+
+        Raises:
+            StaleMaskError: a tensor that a predicate mask captures has changed since it was created.
+
+        Example:
+            >>> import tempfile
+            >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3, device="cpu")
+            >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+            ...     causal.save(file.name)
+            ...     BlockMask.load(file.name).to_mask().int().tolist()
+            [[[[1, 0, 0], [1, 1, 0]]]]
+        """
+        style = ListStyle() if self.is_list else self._style
+        saved.write(path, self._mask.as_predicate(), (*style, self.dq_kv_order_spt))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> BlockMask:
+        """A mask that `save` has written, in any process: the function's source is not needed, and nothing is run.
+
+        Args:
+            path: of the file.
+            device: for the mask and the tensors it captures; by default that of the saved mask, or if it had been given none
+                the current accelerator, else the CPU.
+
+        Returns:
+            A predicate mask. Its `mask_mod` computes what was traced.
+
+        Raises:
+            FileError: the file holds something else, is damaged, or was written by another version of the format.
+            DeviceError: the device is not there.
+        """
+        mask, (*style, order) = saved.read(path, device)
+        return cls._of(mask, ListStyle(*style), order)
+
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what can be made again."""
         return self.__dict__ | {"_expanded": {}} | ({} if self.is_list else {"_lists": {}})

@@ -31,7 +31,7 @@ from flexattn.frontend.mask_functions import (
     with_tensors,
     xor_masks,
 )
-from flexattn.frontend.program import Binding, Program, Traced
+from flexattn.frontend.program import Binding, Traced
 from flexattn.frontend.row import RowFinder, repeated, whole_row
 from flexattn.frontend.slices import Slice
 from flexattn.frontend.spans import Grid, Spans
@@ -218,19 +218,12 @@ class PredicateMask:
 
     # ------------------------------------------------------------------------------------------------- moving around
     def __getstate__(self) -> dict[str, Any]:
-        """Without tile maps, and with the program in pieces: identity and hashes of expressions belong to a process."""
+        """Without what can be made again."""
         self.check_current()
-        return self.__dict__ | {
-            "traced": _packed(self.traced),
-            "_maps": {},
-            "tables": {},
-            "_finder": None,
-            "_tables": None,
-        }
+        return self.__dict__ | {"_maps": {}, "tables": {}, "_finder": None, "_tables": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.traced = _unpacked(state["traced"])
         self._versions = versions(self.traced)
 
 
@@ -295,20 +288,6 @@ def _rebound(traced: Traced | None, replace: Callable[[Tensor], Tensor]) -> Trac
     if traced is None:
         return None
     return Traced(traced.program, Binding(tuple(map(replace, traced.binding.captures)), traced.binding.numbers))
-
-
-def _packed(traced: Traced | None) -> tuple[Any, ...] | None:
-    if traced is None:
-        return None
-    program, binding = traced
-    return (program.kind, program.body, program.captures, program.numbers, program.name, program.where, binding)
-
-
-def _unpacked(state: tuple[Any, ...] | None) -> Traced | None:
-    if state is None:
-        return None
-    kind, body, captures, numbers, name, where, binding = state
-    return Traced(Program(kind, body, captures, numbers, name=name, where=where), binding)
 
 
 def dense(

@@ -6,7 +6,7 @@ A program knows of its captures only data type and rank: sizes, strides and cont
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,10 @@ class Program:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without its hash, as those of expressions belong to a process, and without its user lines."""
+        return _program, (self.kind, self.body, self.captures, self.numbers, self.name, self.where)
+
     def __str__(self) -> str:
         return to_text(self.body)
 
@@ -74,6 +78,10 @@ class Program:
         from flexattn.frontend.symbolic import to_latex
 
         return f"${to_latex(self)}$"
+
+
+def _program(kind: str, body: Expr, captures: Any, numbers: Any, name: str, where: Source | None) -> Program:
+    return Program(kind, body, captures, numbers, name=name, where=where)
 
 
 class Binding(NamedTuple):
