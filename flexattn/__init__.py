@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexattn import errors, mods
 from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.check import MaskCheck, check
 from flexattn.frontend.create import create_block_mask, create_mask
 from flexattn.frontend.mask_functions import and_masks, noop_mask, or_masks
 from flexattn.frontend.stack import stack_masks
@@ -28,8 +29,10 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "FlexPerformanceWarning",
+    "MaskCheck",
     "__version__",
     "and_masks",
+    "check",
     "create_block_mask",
     "create_mask",
     "errors",
