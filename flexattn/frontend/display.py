@@ -121,9 +121,7 @@ def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, m
         rows.append("".join(2 * _character(p, f) for p, f in zip(partial, full, strict=True)))
     width = 2 * drawn.full.shape[1]
     box = [f"┌{'─' * width}┐", *(f"│{r}│" for r in rows), f"└{'─' * width}┘"]
-    return "\n".join(
-        [_title(mask, batch, head), *box, "·· empty  ▒▒ partial  ██ full", _caption(mask, tile_map, drawn)]
-    )
+    return "\n".join([_title(mask, batch, head), *box, "·· empty  ▒▒ partial  ██ full", _caption(tile_map, drawn)])
 
 
 def _character(partial: float, full: float) -> str:
@@ -138,7 +136,7 @@ def _title(mask: Drawable, batch: int, head: int) -> str:
     return f"{mask.shape[-2]:,} queries (down) x {mask.shape[-1]:,} keys (right){which}"
 
 
-def _caption(mask: Drawable, tile_map: TileMap, drawn: Picture) -> str:
+def _caption(tile_map: TileMap, drawn: Picture) -> str:
     """The legend's numbers: shares of blocks, the share of pairs kept, what a section is."""
     total = max(1, tile_map.grid.groups * tile_map.rows * tile_map.cols)
     full, partial = tile_map.full.tiles() / total, tile_map.partial.tiles() / total
@@ -177,7 +175,7 @@ def svg(mask: Drawable, *, batch: int = 0, head: int = 0, max_cells: int = MAX_C
             )
             at += n
     frame = f'<rect width="{width:g}" height="{height:g}" fill="none" stroke="#555" stroke-width="1"/>'
-    lines = (_title(mask, batch, head), *_caption(mask, tile_map, drawn).split("; "))
+    lines = (_title(mask, batch, head), *_caption(tile_map, drawn).split("; "))
     notes = (f'<text x="0" y="{height + 42 + 16 * n:g}">{markup.escape(t)}</text>' for n, t in enumerate(lines))
     total_w, total_h = max(width, 330) + 2, height + 42 + 16 * len(lines)
     return (
@@ -264,7 +262,7 @@ def save_png(
         Patch(facecolor=(colour[0] / 255, colour[1] / 255, colour[2] / 255), edgecolor="#555", label=name)
         for name, colour in kinds
     ]
-    note = _caption(mask, tile_map, drawn).replace("; ", "\n")
+    note = _caption(tile_map, drawn).replace("; ", "\n")
     legend = {"ncols": 3, "frameon": False, "title": note, "title_fontsize": 9, "alignment": "center"}
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.02), **legend)
     figure.savefig(path, bbox_inches="tight")

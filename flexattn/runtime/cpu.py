@@ -66,9 +66,9 @@ class _Call:
         """Units with their rows."""
         groups = (self.tiles.batch, self.tiles.heads) if self.tiles is not None else (1, 1)
         for group, unit in make_units(self.problem, groups, self.q_tile):
-            yield unit, self.rows(group, unit)
+            yield unit, self.rows(group)
 
-    def rows(self, group: int, unit: Unit) -> Iterator[Row]:
+    def rows(self, group: int) -> Iterator[Row]:
         """The rows of tiles of a group of the tile map."""
         q_len, kv_len = self.problem.q.shape[2], self.problem.k.shape[2]
         everything = [(0, kv_len, self.mask is not None)]

@@ -24,7 +24,7 @@ class Stats:
         traces: mods traced, by kind ('score', 'mask').
         plans: plans made, by backend; a plan is made once per structure, never for numbers or lengths.
         builds: kernels compiled, by name.
-        launches: kernels started, by name; the torch-ops path counts one per direction.
+        launches: kernels started, by name, those that make masks on a GPU too; the torch-ops path counts one per direction.
         mask_builds: masks cut into tiles, by how: tile maps 'proved' (bounds and witnesses alone) or 'partly evaluated', and
             'device' for each table that a GPU made by itself (of one direction, in tiles of one size); nobody waits for that,
             so how it was decided is not counted.
