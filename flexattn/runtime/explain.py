@@ -157,6 +157,7 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     yield f"kernel: {source.function} ({where})"
     yield f"  {_tiles(source.spec.config)} ({why})"
     yield from _backward_tiles(problem, plan)
+    yield from _loads(source.spec)
     skeletons = Path(codegen.__file__).parent / "skeletons"
     yield f"  skeleton {skeletons / source.module}.py"
     if not source.leaf_text:
@@ -182,6 +183,7 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
             "qk_dim": q.shape[3],
             "v_dim": v.shape[3],
             "q_len": q.shape[2],
+            "precision": "tf32" if plan.tf32 else "ieee",
         }
         config, why = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)[0], "the default"
     spec = KernelSpec(kernel="forward", target=target, config=config, **choose.kernel_facts(problem, plan))
@@ -194,6 +196,18 @@ def _backward_tiles(problem: Problem, plan: Plan) -> Iterator[str]:
         for kernel in ("dq", "dkdv"):
             config, why = choose.tiles_of(problem, plan, kernel)
             yield f"  {kernel}: {_tiles(config)} ({why})"
+
+
+def _loads(spec: KernelSpec) -> Iterator[str]:
+    """How tiles get to shared memory, where the device has two ways."""
+    if not spec.target.has_descriptors:
+        return
+    names = ("query", "key", "value")
+    described = [name for name, is_described in zip(names, spec.described) if is_described]
+    if described:
+        yield f"  {', '.join(described)}: loaded through tensor descriptors"
+    if others := [name for name in names if name not in described]:
+        yield f"  {', '.join(others)}: loaded by pointers, being float32, expanded, or not aligned to 16 bytes"
 
 
 def _tiles(config: TileConfig) -> str:

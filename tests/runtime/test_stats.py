@@ -163,6 +163,13 @@ def test_explain_names_the_line_of_a_block_masks_function():
     assert f"written at {__file__}:" in explain(*qkv(), block_mask=mask)
 
 
+def test_explain_says_how_tiles_are_loaded():
+    q, k, v = qkv(dtype=torch.bfloat16)
+    text = explain(q, k.expand(2, 4, 40, 16), v[:1, :1].expand(2, 4, 40, 16))
+    assert "  query, key: loaded through tensor descriptors\n  value: loaded by pointers, being" in text
+    assert "  query, key, value: loaded by pointers, being float32" in explain(*qkv())
+
+
 def test_settings_read_the_environment(monkeypatch, tmp_path):
     for value, expected in [("1", True), ("0", False), ("", False), ("off", False), ("yes", True)]:
         monkeypatch.setenv("FLEXATTN_DEBUG", value)
