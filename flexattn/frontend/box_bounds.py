@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexattn.frontend.expr import DEP_KV, DEP_Q, Expr, const, convert, fold, intern, make, topological, var
+from flexattn.frontend.expr import DEP_KV, DEP_Q, Expr, const, convert, fold, intern, make, rebuild, topological, var
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.program import Program
 from flexattn.frontend.proxy import Proxy, Trace
@@ -68,6 +68,12 @@ def box_bounds(program: Program) -> BoxBounds:
             return node, node
         if node.op == "load":
             return _load_bounds(node, known)
+        if all(a is z for a, z in known):  # of b and h alone: the value itself
+            point = rebuild(node, [a for a, _ in known])
+            return point, point
+        if node.op == "where" and known[0][0] is known[0][1]:
+            (kind, _), (a_low, a_high), (z_low, z_high) = known
+            return rebuild(node, [kind, a_low, z_low]), rebuild(node, [kind, a_high, z_high])
         if node.op == "cast":
             return _cast_bounds(known[0], node.dtype)
         pairs = [tuple(Proxy(end, tracer) for end in ends) for ends in known]

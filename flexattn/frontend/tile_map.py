@@ -181,24 +181,29 @@ def misread(traced: Traced, grid: Grid) -> Traced | None:
     Nearly always one look at the whole index range rules it out; else it can be decided like any mask.
     """
     program, binding = traced
-    loads = [n for n in topological([program.body]) if n.op == "load" and n.args]
-    if not loads or not grid.groups * grid.q_len * grid.kv_len:
+    lost = _lost(program, tuple(t.shape for t in binding.captures))
+    if lost is None or not grid.groups * grid.q_len * grid.kv_len:
         return None
-    outside = const(False, torch.bool)
-    for node in loads:
-        for size, index in zip(binding.captures[node.attr[0]].shape, node.args, strict=True):
-            outside = make("or", outside, make("or", make("lt", index, -size), make("ge", index, size)))
     sizes = {"b": grid.batch, "h": grid.heads, "q_idx": grid.q_len, "kv_idx": grid.kv_len}
     box = {
         n: (torch.zeros(1, dtype=torch.int64, device="cpu"), torch.tensor([size - 1], device="cpu"))
         for n, size in sizes.items()
     }
-    lost = Program("mask", outside, program.captures, program.numbers)
     _, may = bounds(lost, Tables(binding), b=box["b"], h=box["h"], q_idx=box["q_idx"], kv_idx=box["kv_idx"])
     if not may.any():
         return None
-    both = make("and", program.body, outside)
+    both = make("and", program.body, lost.body)
     return Traced(Program("mask", both, program.captures, program.numbers, name=program.name), binding)
+
+
+@lru_cache(maxsize=1024)
+def _lost(program: Program, shapes: tuple[torch.Size, ...]) -> Program | None:
+    """Pairs, kept or not, for which a captured tensor of these shapes is read out of range; None if none is indexed."""
+    outside, loads = const(False, torch.bool), [n for n in topological([program.body]) if n.op == "load" and n.args]
+    for node in loads:
+        for size, index in zip(shapes[node.attr[0]], node.args, strict=True):
+            outside = make("or", outside, make("or", make("lt", index, -size), make("ge", index, size)))
+    return Program("mask", outside, program.captures, program.numbers) if loads else None
 
 
 def raise_misread(traced: Traced, grid: Grid) -> NoReturn:

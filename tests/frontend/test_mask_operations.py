@@ -18,6 +18,8 @@ from flexattn.errors import (
     StaleMaskError,
     UnsupportedError,
 )
+from flexattn.frontend.box_bounds import box_bounds
+from flexattn.frontend.expr import topological
 from tests.frontend.mask_families import BATCH, HEADS, brute, families
 from tests.frontend.test_row import check
 
@@ -138,6 +140,20 @@ def test_a_stack_reads_each_tensor_only_for_its_own_heads() -> None:
     short.add_(1)
     with pytest.raises(StaleMaskError):
         stack_masks(masks, dim="heads")
+
+
+def test_a_kernel_bounds_each_head_of_a_stack_as_its_own_mask() -> None:
+    """What only the head decides is no range: nothing of a stack's bounds is asked twice."""
+    sizes = torch.tensor([7, 90])
+    parts = [
+        make("causal", batch=1, heads=1),
+        create_block_mask(lambda b, h, q, k: q - k < sizes[h], 1, 2, Q, K, "cpu"),
+    ]
+    stack = stack_masks([*parts, make("window", batch=1, heads=1)], dim="heads")
+    found = box_bounds(stack.traced.program)
+    assert found.ranged == ()
+    for end in (found.must, found.may):
+        assert len(topological([end])) <= len(topological([stack.traced.program.body])) + 8
 
 
 def test_equal_neighbours_are_one_mask() -> None:
