@@ -25,7 +25,7 @@ _SKELETONS = {
     "block_map": ("block_map", "block_map"),
     "order": ("block_map", "block_order"),
 }
-_TABLE = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
+_GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
 
@@ -155,7 +155,7 @@ def _forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int
     arguments = _Arguments(spec)
     _inputs(arguments)
     arguments.result("OUT", spec.v_dim, "out_strides")
-    arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_TABLE, **_WALK)
+    arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_GRID, **_WALK)
     arguments.captures()
     return arguments.types, arguments.aligned
 
@@ -164,7 +164,7 @@ def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int |
     arguments = _Arguments(spec)
     arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.tensor("D_OUT", spec.layouts[3], "d_out_strides")
-    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", **_TABLE)
+    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", **_GRID)
     return arguments.types, arguments.aligned
 
 
@@ -195,7 +195,7 @@ def _inputs(arguments: _Arguments, names: tuple[str, ...] = ("Q", "K", "V")) -> 
 
 def _backward_inputs(arguments: _Arguments) -> None:
     _inputs(arguments, ("Q", "K", "V", "D_OUT"))
-    arguments.plain(ROW_LSE="*fp32", DELTA="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_TABLE, **_WALK)
+    arguments.plain(ROW_LSE="*fp32", DELTA="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_GRID, **_WALK)
     arguments.captures()
 
 
