@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import MaskFunctionError, MaskTypeError, OptionError, ShapeError, UnsupportedError
-from flexattn.frontend import display, saved
 from flexattn.frontend.list_mask import KvLists, ListMask, two_sizes
 from flexattn.frontend.mask_functions import MaskMod, noop_mask, sliced_function, with_tensors
 from flexattn.frontend.mask_pytree import register
@@ -491,6 +490,8 @@ class BlockMask(TorchLists):
         return type(self)(self.seq_lengths, **options, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=function)
 
     def _repr_html_(self) -> str:
+        from flexattn.frontend import display  # pictures cost an import only where somebody looks
+
         return display.html(self)
 
     # ------------------------------------------------------------------------------------------------ moving around
@@ -513,6 +514,8 @@ class BlockMask(TorchLists):
             ...     BlockMask.load(file.name).to_mask().int().tolist()
             [[[[1, 0, 0], [1, 1, 0]]]]
         """
+        from flexattn.frontend import saved
+
         style = ListStyle() if self.is_list else self._style
         saved.write(path, self._mask.as_predicate(), (*style, self.dq_kv_order_spt))
 
@@ -532,6 +535,8 @@ class BlockMask(TorchLists):
             FileError: the file holds something else, is damaged, or was written by another version of the format.
             DeviceError: the device is not there.
         """
+        from flexattn.frontend import saved
+
         mask, (*style, order) = saved.read(path, device)
         return cls._of(mask, ListStyle(*style), order)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import DTypeError, MaskFunctionError, MaskTypeError, OptionError
-from flexattn.frontend import display
 from flexattn.frontend.block_lists import merge, write_lists, write_order
 from flexattn.frontend.list_mask import KvLists, ListMask, two_sizes
 from flexattn.frontend.predicate_mask import PredicateMask
@@ -149,6 +148,8 @@ class TorchLists:
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """The visited blocks as characters, at most grid_size of them (-1: one per block), of the first `limit` heads."""
+        from flexattn.frontend import display
+
         return display.block_text(
             self._mask.tile_map(*self._mask.block), sizes=self._mask.sizes, grid_size=grid_size, limit=limit
         )
