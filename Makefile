@@ -74,20 +74,20 @@ demo: $(READY)
 test: test-main test-interpret
 
 test-main: $(READY)
-	$(PYTEST) -n $(JOBS) -m "not slow and not notebook"
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not notebook"
 
 # The interpreter is chosen when Triton's decorators run, so its tests need a process in which nothing else is compiled.
 test-interpret: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) -m "not slow and not notebook" tests/interpret
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not notebook" tests/interpret
 
 # What Triton compiles depends on its version, so the compile set also runs under the oldest one.
 test-triton36: $(READY36)
-	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) -m "not slow" tests/codegen/test_compile*.py
+	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) --dist worksteal -m "not slow" tests/codegen/test_compile*.py
 
 test-all: notebooks $(READY36)
-	$(PYTEST) -n $(JOBS) -m "not notebook"
-	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpret
-	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) tests/codegen/test_compile*.py
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not notebook"
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist worksteal tests/interpret
+	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) --dist worksteal tests/codegen/test_compile*.py
 
 notebooks: $(READY)
 	$(PY) -m pytest -m notebook tests/test_notebooks.py
