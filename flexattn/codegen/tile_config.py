@@ -242,7 +242,8 @@ def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
         raise UnsupportedError(
             f"no tile of the {problem.kernel} kernel fits {problem.target.shared_bytes} bytes of shared memory",
             given=f"head dims padded to {problem.qk_pad} and {problem.v_pad}, {problem.element_bytes} bytes an element",
-            hint=f"head dims up to {_largest_dim(problem)} of this data type, bfloat16 inputs, or kernel_options={{'BACKEND': 'TORCH'}}",
+            hint=f"head dims up to {_largest_dim(problem)} of this data type, bfloat16 inputs, "
+            "or kernel_options={'BACKEND': 'TORCH'}",
         )
     return tuple(found)
 
