@@ -42,10 +42,8 @@ def prepare_table(problem: Problem, config: TileConfig, *, transposed: bool) -> 
     """Makes the table that `table_of` will find; arguments as of `table_of`. It is kept with the mask where that may be used
     again, and otherwise (a CUDA graph's capture, tensors of inference mode) with the call."""
     key = (config.BLOCK_M, config.BLOCK_N, transposed)
-    table, predicate = (
-        table_of(problem, config, transposed=transposed),
-        None if problem.block_mask is None else problem.block_mask.predicate,
-    )
+    table = table_of(problem, config, transposed=transposed)
+    predicate = None if problem.block_mask is None else problem.block_mask.predicate
     if predicate is None or key not in predicate.tables:
         problem.tables[key] = table
 

@@ -69,9 +69,9 @@ def _score_gradient(grad, natural, probs, batch, head, q_idx, kv_idx, caps, IS_P
 def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums, scale,
               factor, batch, head, group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
               MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
-              V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_DQ: tl.constexpr,
-              IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+              V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+              FOLD_SCALE: tl.constexpr, WANT_DQ: tl.constexpr, IS_K_DESCRIBED: tl.constexpr,
+              IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every key tile of one kind to dq [M, QK] and to the sums of captured tensors."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     kv_head = head // group
@@ -129,11 +129,11 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
     dq = tl.zeros([BLOCK_M, QK_PAD], tl.float32)
     dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
-                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
+                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE,
                    WANT_DQ, IS_K_DESCRIBED, IS_V_DESCRIBED, PRECISION, UPCAST)
     dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums,
                    scale, factor, batch, head, group, rows[:, None], q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
-                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
+                   SCORE_GRAD, CAPTURE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE,
                    WANT_DQ, IS_K_DESCRIBED, IS_V_DESCRIBED, PRECISION, UPCAST)
     if WANT_DQ:
         tiles.store_tile(DQ, dq_strides, batch, head, first, q_len, dq * scale, BLOCK_M, QK_DIM, QK_PAD)
@@ -143,9 +143,9 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
 def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, q_strides, d_out_strides,
                 caps, scale, factor, batch, head, kv_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr,
                 MASK_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
-                QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                FOLD_SCALE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-                IS_Q_DESCRIBED: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, FOLD_SCALE: tl.constexpr,
+                WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, IS_Q_DESCRIBED: tl.constexpr,
+                IS_D_OUT_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every query tile of one kind to dk [N, QK] and dv [N, V]; scores are transposed, [N, M]."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     spans, start, stop, more = tiles.first_span(line, KIND)
@@ -223,12 +223,12 @@ def attention_backward_dkdv(Q, K, V, D_OUT, ROW_LSE, DELTA, DK, DV, ROWS, EXTRA,
         part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, Q, D_OUT, ROW_LSE + row_offset,
                                        DELTA + row_offset, line, EXTRA, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD,
-                                       SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
+                                       SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE,
                                        WANT_DK, WANT_DV, IS_Q_DESCRIBED, IS_D_OUT_DESCRIBED, PRECISION, UPCAST)
         part_dk, part_dv = _dkdv_sweep(part_dk, part_dv, k, v, Q, D_OUT, ROW_LSE + row_offset,
                                        DELTA + row_offset, line, EXTRA, q_strides, d_out_strides, caps, scale,
                                        factor, batch, head, kv_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD,
-                                       SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE,
+                                       SCORE_GRAD, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE,
                                        WANT_DK, WANT_DV, IS_Q_DESCRIBED, IS_D_OUT_DESCRIBED, PRECISION, UPCAST)
         if BY_HEAD:
             dk += part_dk

@@ -13,9 +13,9 @@ from flexattn.codegen.skeletons import softmax, tiles
 @triton.jit
 def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale, factor, batch, head,
            group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-           QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, IS_K_DESCRIBED: tl.constexpr,
-           IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+           QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+           FOLD_SCALE: tl.constexpr, IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr,
+           PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every tile of one kind (full or partial) to the running rows of this program."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     kv_head = head // group
@@ -48,8 +48,8 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
                       q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                       SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                       QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr,
-                      IS_Q_DESCRIBED: tl.constexpr, IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+                      FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_Q_DESCRIBED: tl.constexpr,
+                      IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
                       UPCAST: tl.constexpr):
     """One query tile of one (batch, head) pair; grid: pairs * lines programs."""
     pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
@@ -65,11 +65,11 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
     total = tl.zeros([BLOCK_M], tl.float32)
     acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
                               factor, batch, head, group, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
                               PRECISION, UPCAST)
     acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
                               factor, batch, head, group, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_M, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
+                              V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
                               PRECISION, UPCAST)
     safe = tl.where(total == 0.0, 1.0, total)[:, None]  # an empty row is 0 / 1
     if q.dtype == tl.float32:
