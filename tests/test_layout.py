@@ -18,7 +18,8 @@ FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may i
 FRONTEND = [
     "eager", "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate", "interval",
     "box_bounds", "symbolic", "gradient", "spans", "refine", "tile_map", "row", "slices", "algebra", "mask_functions", "predicate_mask",
-    "block_lists", "list_mask", "display", "torch_lists", "mask_pytree", "saved", "block_mask", "stack", "create", "check",
+    "block_lists", "list_mask", "display", "torch_lists", "mask_operations", "mask_pytree", "saved", "block_mask", "stack", "create",
+    "check",
 ]  # fmt: skip
 HEAVY = ["triton", "sympy", "matplotlib", "torch._dynamo", "torch._inductor", "numpy.testing", "IPython"]
 

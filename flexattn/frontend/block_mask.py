@@ -13,30 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.errors import MaskFunctionError, MaskTypeError, OptionError, ShapeError, UnsupportedError
-from flexattn.frontend.list_mask import KvLists, ListMask, two_sizes
-from flexattn.frontend.mask_functions import MaskMod, noop_mask, sliced_function, with_tensors
+from flexattn.errors import MaskFunctionError, OptionError
+from flexattn.frontend.list_mask import KvLists, ListMask
+from flexattn.frontend.mask_functions import MaskMod, noop_mask
+from flexattn.frontend.mask_operations import MaskOperations
 from flexattn.frontend.mask_pytree import register
-from flexattn.frontend.predicate_mask import PredicateMask, trace_mask
+from flexattn.frontend.predicate_mask import PredicateMask
 from flexattn.frontend.program import Traced
-from flexattn.frontend.slices import read_slice
 from flexattn.frontend.spans import Spans
 from flexattn.frontend.tile_map import TileMap
-from flexattn.frontend.torch_lists import (
-    DEFAULT_BLOCK_SIZE,
-    KV_LISTS,
-    LIST_NAMES,
-    Q_LISTS,
-    ListStyle,
-    TorchLists,
-    block_pair,
-    check_lists,
-)
+from flexattn.frontend.torch_lists import DEFAULT_BLOCK_SIZE, LIST_NAMES, Q_LISTS, ListStyle, block_pair, check_lists
 
 NO_MASK_BLOCK = (1 << 30, 1 << 30)  # BLOCK_SIZE by which torch says that no mask was given
 
 
-class BlockMask(TorchLists):
+class BlockMask(MaskOperations):
     """A block-sparse attention mask.
 
     Two kinds. A *predicate* mask comes from `create_block_mask`: the traced mask function, two lengths and the captured tensors
@@ -100,27 +91,7 @@ class BlockMask(TorchLists):
         self._lists |= dict(zip(LIST_NAMES, lists, strict=True))
         self.dq_kv_order = dq_kv_order
 
-    def _start(self, mask: PredicateMask | ListMask, style: ListStyle, dq_kv_order_spt: bool | None) -> None:
-        self._mask, self._style = mask, style
-        self._lists: dict[str, Tensor | None] = {}
-        self._expanded: dict[object, BlockMask] = {}
-        self.dq_kv_order, self.dq_kv_order_spt = None, dq_kv_order_spt
-
     # ------------------------------------------------------------------------------------------------ making one
-    @classmethod
-    def _of(cls, mask: PredicateMask | ListMask, style: ListStyle, dq_kv_order_spt: bool | None) -> BlockMask:
-        new = cls.__new__(cls)
-        new._start(mask, style, dq_kv_order_spt)
-        return new
-
-    def _like(self, mask: PredicateMask | ListMask) -> BlockMask:
-        """Another mask whose lists are written as this one's are."""
-        return type(self)._of(mask, self._style, self.dq_kv_order_spt)
-
-    def _made(self, mask: PredicateMask) -> BlockMask:
-        """A predicate mask made of this one; of a list mask, all its lists exist."""
-        return type(self)._of(mask, ListStyle(), None) if self.is_list else self._like(mask)
-
     @classmethod
     def from_kv_blocks(
         cls,
@@ -304,191 +275,6 @@ class BlockMask(TorchLists):
         """The share of pairs that is kept, between 0 and 1, exactly; counted on first use."""
         return self._mask.tile_map(*self.BLOCK_SIZE).density()
 
-    # ------------------------------------------------------------------------------------------------ other masks
-    def __getitem__(self, index: Any) -> BlockMask:
-        """The mask of some batches, heads and rows of blocks.
-
-        An int keeps its dimension (of size 1); slices, integer and bool tensors and lists work too, each axis by itself.
-        Unlike torch's, the result keeps its mask function, moved with the rows: row r of `mask[:, :, i:]` is row
-        `i * BLOCK_SIZE[0] + r` of `mask`, and its `mask_mod` counts from 0. To decode one query at position p from a mask
-        over the whole sequence, torch's idiom works too, with the unsliced mask's function:
-
-            row = mask[:, :, p // mask.BLOCK_SIZE[0]]
-            row.mask_mod = lambda b, h, q_idx, kv_idx: mask.mask_mod(b, h, q_idx + p, kv_idx)
-            row.seq_lengths = (1, mask.seq_lengths[1])
-
-        Raises:
-            CaptureIndexError: a position is out of range.
-            ShapeError: more than three indices, or lists without batch and head dimensions.
-        """
-        index, mask = index if isinstance(index, tuple) else (index,), self._mask
-        if len(index) > 3 or len(mask.sizes) != 2:
-            raise ShapeError(
-                "a BlockMask [B, H, rows] takes up to three indices",
-                given=f"{len(index)} for {len(mask.sizes)} leading dimensions",
-                hint="block_mask[b, h, rows]; lists need batch and head dimensions for it",
-            )
-        self._check_movable("Slicing")
-        rows = self.kv_num_blocks.shape[-1] if self.is_list else -(-mask.lengths[0] // mask.block[0])
-        axes = (*two_sizes(mask.sizes), rows)
-        part = read_slice(index, axes, block=mask.block[0], q_len=mask.lengths[0], device=mask.device)
-        if isinstance(mask, PredicateMask):
-            return self._like(mask.sliced(part))
-        options: dict[str, Any] = {n: part.cut(self._list(n)) for n in KV_LISTS}
-        options |= {"BLOCK_SIZE": mask.block, "mask_mod": sliced_function(mask.function, part)}
-        options |= {"seq_lengths": (part.q_len, mask.lengths[1]), "compute_q_blocks": self._style.transposes}
-        new = type(self).from_kv_blocks(**options)
-        new._style = new._style._replace(orders_writes=self._style.orders_writes)
-        new.dq_kv_order_spt = self.dq_kv_order_spt
-        return new
-
-    def _check_movable(self, what: str) -> None:
-        if self.dq_kv_order is not None:
-            raise UnsupportedError(
-                f"{what} BlockMask with tensor dq_kv_order is not supported yet",
-                given="dq_kv_order",
-                hint="a mask without it",
-            )
-
-    def crop(self, q_len: int, kv_len: int) -> BlockMask:
-        """The upper left corner of the mask; its function is the same. `_adjust` is torch's name for it.
-
-        Raises:
-            ShapeError: a length is larger than the mask's: a mask cannot grow.
-        """
-        if q_len > self.seq_lengths[0] or kv_len > self.seq_lengths[1]:
-            raise ShapeError(
-                "a BlockMask can only be cropped",
-                given=f"({q_len}, {kv_len}) from {self.seq_lengths}",
-                hint="create_block_mask",
-            )
-        self._check_movable("Adjusting")
-        return self._like(self._mask.cropped(q_len, kv_len))
-
-    _adjust = crop
-
-    def shifted(self, *, q: int = 0, kv: int = 0, lengths: tuple[int, int] | None = None) -> BlockMask:
-        """The mask seen from a further position, as a predicate mask: its pair (i, j) is this one's (q + i, kv + j).
-
-        Args:
-            q, kv: the offsets, which are arguments of kernels: another offset builds nothing. They may be negative; what a
-                function says of positions below 0 is its own affair (captured tensors count them from their end).
-            lengths: (q_len, kv_len) of the new mask, longer ones too; by default this mask's from the offsets on.
-
-        Returns:
-            The mask; its function is not called again.
-
-        Raises:
-            ShapeError: it is a list mask and the lists do not reach there.
-
-        Example:
-            >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 5, 5, device="cpu")
-            >>> causal.shifted(q=2).to_mask().int().tolist()
-            [[[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]
-        """
-        q_len, kv_len = self.seq_lengths
-        q_new, kv_new = lengths or (max(0, q_len - q), max(0, kv_len - kv))
-        if self.is_list and (min(q, kv) < 0 or q + q_new > q_len or kv + kv_new > kv_len):
-            raise ShapeError(
-                "block lists say nothing of pairs outside them",
-                given=f"({q_new}, {kv_new}) from ({q}, {kv}) of {self.seq_lengths}",
-                hint="offsets of at least 0 and lengths that end within the mask's",
-            )
-        return self._made(self._mask.as_predicate().shifted(q, kv, (q_new, kv_new)))
-
-    def transposed(self) -> BlockMask:
-        """The mask with queries and keys in each other's place, as a predicate mask; BLOCK_SIZE turns with it.
-
-        Example:
-            >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3, device="cpu")
-            >>> causal.transposed().to_mask().int().tolist()
-            [[[[1, 1], [0, 1], [0, 0]]]]
-        """
-        return self._made(self._mask.as_predicate().transposed())
-
-    def appended(self, n: int = 1) -> BlockMask:
-        """The mask with n further queries and keys at the end, of which its function decides: nothing is traced again.
-
-        Args:
-            n: how many tokens; the time does not depend on the mask's lengths.
-
-        Returns:
-            A predicate mask.
-
-        Raises:
-            UnsupportedError: it is a list mask, and lists say nothing of further tokens.
-            OptionError: n is negative.
-
-        Example:
-            >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 100, 100, device="cpu")
-            >>> longer = causal.appended()
-            >>> longer.seq_lengths, longer.row(-1).stop.tolist()
-            ((101, 101), [101])
-        """
-        mask = self._mask
-        if isinstance(mask, ListMask):
-            given, hint = f"a list mask of {self.seq_lengths}", "create_block_mask, whose function covers any length"
-            raise UnsupportedError("block lists cannot grow", given=given, hint=hint)
-        if not isinstance(n, int) or n < 0:
-            raise OptionError("n must be an integer of at least 0", given=n, hint="crop for a shorter mask")
-        return self._like(mask.changed(lengths=(mask.lengths[0] + n, mask.lengths[1] + n)))
-
-    def expand(self, batch: int, heads: int) -> BlockMask:
-        """The mask for sizes that its own broadcast to; needed where a function reads b or h and the mask was made for one.
-
-        Raises:
-            ShapeError: a size of the mask is neither 1 nor the one asked for.
-        """
-        mask, sizes = self._mask, two_sizes(self._mask.sizes)
-        if any(have not in (1, want) for have, want in zip(sizes, (batch, heads), strict=True)):
-            given, hint = f"{sizes} for {(batch, heads)}", "a mask made with B and H of 1, or of these sizes"
-            raise ShapeError("a BlockMask's batch and heads must be 1 or equal", given=given, hint=hint)
-        if isinstance(mask, ListMask) or not mask.differs(batch, heads):
-            return self
-        mask.check_current()
-        if (batch, heads) not in self._expanded:
-            self._expanded[batch, heads] = self._like(mask.changed(sizes=(batch, heads)))
-        return self._expanded[batch, heads]
-
-    def following(self, device: torch.device) -> BlockMask:
-        """The mask on `device` if `create_block_mask` was given none and had to choose one; else itself."""
-        if isinstance(self._mask, ListMask) or not self._mask.follows or device == self.device:
-            return self
-        if device not in self._expanded:
-            self._expanded[device] = self._like(self._mask.following(device))
-        return self._expanded[device]
-
-    def combine(self, mask_mod: MaskMod) -> BlockMask:
-        """The pairs that both this mask and a further mask function keep, as a predicate mask."""
-        mask = self._mask.as_predicate()
-        return self._made(mask & mask.changed(traced=trace_mask(mask_mod), function=mask_mod))
-
-    def __and__(self, other: BlockMask) -> BlockMask:
-        """Pairs that both masks keep."""
-        return self._made(self._mask.as_predicate() & _predicate(other))
-
-    def __or__(self, other: BlockMask) -> BlockMask:
-        """Pairs that at least one of the masks keeps."""
-        return self._made(self._mask.as_predicate() | _predicate(other))
-
-    def __xor__(self, other: BlockMask) -> BlockMask:
-        """Pairs that exactly one of the masks keeps."""
-        return self._made(self._mask.as_predicate() ^ _predicate(other))
-
-    def __invert__(self) -> BlockMask:
-        """Pairs that the mask drops."""
-        return self._made(~self._mask.as_predicate())
-
-    def to(self, device: torch.device | str) -> BlockMask:
-        """The mask with its lists, and the tensors its function captures, on another device."""
-        if isinstance(self._mask, PredicateMask):
-            return self._like(self._mask.to(device))
-        tensors = {n: self._list(n) for n in LIST_NAMES} | {"dq_kv_order": self.dq_kv_order}
-        options: dict[str, Any] = {n: None if x is None else x.to(device) for n, x in tensors.items()}
-        options |= {"dq_kv_order_spt": self.dq_kv_order_spt}
-        function = with_tensors(self.mask_mod, lambda t: t.to(device))
-        return type(self)(self.seq_lengths, **options, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=function)
-
     def _repr_html_(self) -> str:
         from flexattn.frontend import display  # pictures cost an import only where somebody looks
 
@@ -546,11 +332,3 @@ class BlockMask(TorchLists):
 
 
 register(BlockMask)
-
-
-def _predicate(other: object) -> PredicateMask:
-    if not isinstance(other, BlockMask):
-        raise MaskTypeError(
-            "masks combine with masks", given=type(other).__name__, hint="mask.combine(mask_mod) for a function"
-        )
-    return other._mask.as_predicate()
