@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 Run = Callable[[], Any]
+_CYCLES = 2_000_000_000  # of a GPU's clock in a second, about
 
 
 class Paired(NamedTuple):
@@ -29,14 +30,19 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(run: Run, calls: int, device: torch.device) -> float:
-    """Milliseconds a call of `calls` calls in a row: device time by events on a GPU, wall clock without one."""
+    """Milliseconds a call of `calls` calls in a row: device time by events on a GPU, wall clock without one.
+
+    The device is kept busy until all launches are queued, or a short kernel's figure would be its host's."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):
             run()
         return (time.perf_counter() - begin) / calls * 1e3
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    run()  # so that the launches timed are queued behind work, and caches hold this candidate's own data
+    begin = time.perf_counter()
+    run()  # so that caches hold this candidate's own data
+    host = time.perf_counter() - begin
+    torch.cuda._sleep(int(_CYCLES * (2 * calls * host + 1e-4)))
     start.record()
     for _ in range(calls):
         run()

@@ -65,7 +65,7 @@ _WGMMA_MASKED: dict[str, dict[str, _Rows]] = {  # short rows of tiles, many of t
         "dkdv": ((64, ((64, 64, 4, 2),)),),
     },
     "reading": {  # nothing hides the latency of reads in a partial tile but other warps
-        "forward": ((64, ((64, 128, 4, 2),)), (128, ((128, 128, 8, 3), (128, 64, 8, 3)))),
+        "forward": ((64, ((64, 128, 4, 2),)), (128, ((64, 64, 4, 2), (128, 128, 8, 3)))),
         "dq": ((128, ((64, 64, 4, 2),)),),
         "dkdv": ((64, ((64, 64, 4, 2),)),),
     },

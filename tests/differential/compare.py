@@ -128,6 +128,21 @@ def torch_compiled(problem: Problem, compiled: Callable[..., Any], **options: An
     return differentiate(out, aux.lse, leaves, weights_for(problem.qkv[0], problem.qkv[2]))
 
 
+NO_KERNEL = ("NoValidChoicesError", "No valid triton configs", "CUDA driver error: invalid argument")
+
+
+def torch_where_it_can(problem: Problem, compiled: Callable[..., Any], **options: Any) -> Result | None:
+    """What torch's kernels say; None, with a warning, where torch finds no kernel of its own that the card runs."""
+    try:
+        return torch_compiled(problem, compiled, **options)
+    except Exception as error:
+        words = next((words for words in NO_KERNEL if words in str(error)), None)
+        if words is None:
+            raise
+        warnings.warn(f"torch has no kernel for {problem.sizes}: {words}; compared with the oracle alone", stacklevel=2)
+        return None
+
+
 @contextmanager
 def torch_compiler(*, dynamic: bool) -> Iterator[tuple[Callable[..., Any], Callable[[], int]]]:
     """(torch's flex_attention compiled, a function that counts its compilations so far), in this process alone.
@@ -154,12 +169,12 @@ def torch_compiler(*, dynamic: bool) -> Iterator[tuple[Callable[..., Any], Calla
         torch._dynamo.reset()
 
 
-def torch_result(problem: Problem, **options: Any) -> Result:
-    """What torch says: its compiled kernels forward and backward on a GPU, its eager forward on the CPU."""
+def torch_result(problem: Problem, **options: Any) -> Result | None:
+    """What torch says: its compiled kernels forward and backward on a GPU (None where it has none), its eager forward on the CPU."""
     if problem.device.type == "cpu":
         return torch_forward(problem, **options)
     with torch_compiler(dynamic=False) as (compiled, _):
-        return torch_compiled(problem, compiled, **options)
+        return torch_where_it_can(problem, compiled, **options)
 
 
 # ---------------------------------------------------------------- the rule

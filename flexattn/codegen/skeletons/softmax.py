@@ -54,10 +54,15 @@ def factor_of(scale, FOLD_SCALE: tl.constexpr):
 
 
 @triton.jit
-def natural_scores(dots, scale, FOLD_SCALE: tl.constexpr):
-    """Scaled scores in natural units; raw dot products where the scale is folded into the factor."""
+def natural_scores(dots, scale, FOLD_SCALE: tl.constexpr, IS_EXACT: tl.constexpr):
+    """Scaled scores in natural units; raw dot products where the scale is folded into the factor.
+
+    IS_EXACT (float32 inputs): rounded here, in every kernel alike. A compiler that is free to fuse the product with what a
+    score_mod adds does so in one kernel and not in the next, and a probability made again is then no longer the same."""
     if FOLD_SCALE:
         return dots
+    elif IS_EXACT:
+        return tl.fma(dots, tl.broadcast_to(scale, dots.shape), tl.zeros_like(dots))
     else:
         return dots * scale
 
