@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from flexattn.frontend.expr import Expr, fold
@@ -23,13 +24,11 @@ class Table:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         data = tensor.detach()
-        self.shape = tuple(data.shape)
-        self.data = (
-            data if data.dtype.is_floating_point or data.dtype == torch.bool else data.to(torch.int64)
-        ).reshape(-1)
-        if data.dtype == torch.bool:
-            self.data = self.data.to(torch.uint8)
-        self.is_bool = data.dtype == torch.bool
+        self.shape, self.is_bool = tuple(data.shape), data.dtype == torch.bool
+        self.data = (data.view(torch.uint8) if self.is_bool else data).reshape(-1)
+        if data.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has few operations on them
+            self.data = self.data.to(torch.int64)
+        self.dtype = data.dtype if data.dtype.is_floating_point else torch.int64  # of what is read
         self._sorted: bool | None = None
         self._levels: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sets: torch.Tensor | None = None
@@ -55,17 +54,17 @@ class Table:
         """Whether no row of the tensor falls anywhere."""
         if self._sorted is None:
             rows = self.data.reshape(-1, self.shape[-1]) if self.shape else self.data.reshape(1, -1)
-            self._sorted = bool((rows[:, 1:] >= rows[:, :-1]).all())
+            self._sorted = _rise(rows)
         return self._sorted
 
     def range(self, lo: torch.Tensor, hi: torch.Tensor) -> Pair:
         """(least, greatest) of data[lo..hi]: exact for points, sorted rows and short ranges, else over whole groups."""
         if lo is hi:
-            value = self.data[lo]
+            value = self._at(lo)
             return value, value
         width = self.shape[-1] if self.shape else 1
         if self.is_sorted and (len(self.shape) == 1 or bool((lo // width == hi // width).all())):
-            return self.data[lo], self.data[hi]
+            return self._at(lo), self._at(hi)
         shift = max(0, (len(self.data) - 1).bit_length() - _GROUPS.bit_length() + 1)
         span = int((hi - lo).max()) if lo.numel() and hi.numel() else 0
         if span < 1 << shift:
@@ -74,12 +73,19 @@ class Table:
         a, z = lo >> shift, hi >> shift
         level = torch.frexp((z - a + 1).to(torch.float64))[1].to(torch.int64) - 1
         right = z - (1 << level) + 1
-        return torch.minimum(least[level, a], least[level, right]), torch.maximum(most[level, a], most[level, right])
+        least = torch.minimum(least[level, a], least[level, right])
+        return least.to(self.dtype), torch.maximum(most[level, a], most[level, right]).to(self.dtype)
+
+    def _at(self, position: torch.Tensor) -> torch.Tensor:
+        if self.data.device.type != "cpu" or self.data.dtype == torch.bfloat16:
+            return self.data[position].to(self.dtype)
+        found = torch.from_numpy(np.asarray(self.data.numpy().take(position.numpy())))  # faster than torch's
+        return found.to(self.dtype)
 
     def _read(self, lo: torch.Tensor, hi: torch.Tensor, span: int) -> Pair:
-        least = most = self.data[lo]
+        least = most = self._at(lo)
         for t in range(1, span + 1):
-            value = self.data[torch.minimum(lo + t, hi)]
+            value = self._at(torch.minimum(lo + t, hi))
             least, most = torch.minimum(least, value), torch.maximum(most, value)
         return least, most
 
@@ -97,6 +103,7 @@ class Table:
         if self._sets is None:
             pad = -len(self.data) % 64
             padded = torch.cat([self.data, self.data[-1:].expand(pad)]) if pad else self.data
+            padded = padded.to(torch.int64)
             bits = torch.bitwise_left_shift(torch.ones_like(padded), padded & 63).reshape(-1, 64)
             while bits.shape[1] > 1:
                 half = bits.shape[1] // 2
@@ -105,6 +112,14 @@ class Table:
         a, z = lo >> 6, hi >> 6
         level = torch.frexp((z - a + 1).to(torch.float64))[1].to(torch.int64) - 1
         return self._sets[level, a] | self._sets[level, z - (1 << level) + 1]
+
+
+def _rise(rows: torch.Tensor) -> bool:
+    """Whether no row falls anywhere. (NumPy compares many times faster than torch here.)"""
+    if rows.device.type != "cpu" or rows.dtype == torch.bfloat16:
+        return bool((rows[:, 1:] >= rows[:, :-1]).all())
+    values = rows.numpy()
+    return all(bool((x[:, 1:] >= x[:, :-1]).all()) for x in (values[:, :4096], values))
 
 
 def _lies_within(a: torch.Tensor, z: torch.Tensor, size: int) -> bool:
@@ -163,10 +178,10 @@ class Tables:
 
 def _load_bounds(table: Table, node: Expr, index: list[Pair]) -> Pair:
     if not table.shape:
-        value = table.data[0]
+        value = table.data[0].to(table.dtype)
         lo = hi = value
     elif not table.data.numel():
-        zero = torch.zeros_like(index[0][0], dtype=table.data.dtype)
+        zero = torch.zeros_like(index[0][0], dtype=table.dtype)
         lo = hi = zero
         if node.dtype.is_floating_point:
             lo = hi = torch.full_like(zero, torch.nan)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import topological
 from flexattn.frontend.interval import Tables, bounds
 from flexattn.frontend.program import Traced
-from flexattn.frontend.spans import Grid, chunks
+from flexattn.frontend.spans import Grid, chunks, spots
 
 FAN = 4  # an undecided rectangle is split into FAN x FAN
 SINGLE = 8  # rectangles of at most SINGLE x SINGLE pairs are evaluated pair by pair
@@ -24,7 +25,7 @@ POINTS_AT_ONCE = 1 << 16  # bounds the memory of evaluation
 
 
 class Predicate:
-    """The mask over rectangles and over points; b and h follow from the group."""
+    """The mask over rectangles and over points of n groups; b and h follow from the group. The n are the last axis."""
 
     def __init__(self, traced: Traced, grid: Grid) -> None:
         self.program, self.binding = traced
@@ -34,22 +35,33 @@ class Predicate:
             for n in topological([self.program.body])
         )
 
+    def _indices(self, group: Tensor) -> tuple[Tensor, Tensor]:
+        """b and h; a division takes as long as a comparison of all points."""
+        if self.heads == 1:
+            return group, torch.zeros_like(group)
+        return group // self.heads, group % self.heads
+
     def bounds(
         self, group: Tensor, q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], *, sets: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(certainly kept everywhere, perhaps kept somewhere) for q [n, a, 1] x kv [n, 1, c], closed at both ends."""
-        group = group[:, None, None]
-        b, h = group // self.heads, group % self.heads
+        """(certainly kept everywhere, perhaps kept somewhere) for q [a, 1, n] x kv [1, c, n], closed at both ends."""
+        b, h = self._indices(group)
         must, may = bounds(self.program, self.tables, b=(b, b), h=(h, h), q_idx=q, kv_idx=kv, sets=sets)
-        shape = (len(group), q[0].shape[1], kv[0].shape[2])
+        shape = (q[0].shape[0], kv[0].shape[1], len(group))
         return must.to(group.device).expand(shape), may.to(group.device).expand(shape)
 
     def at(self, group: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        """The mask at the points q [n, a, 1] x kv [n, 1, c]."""
-        group = group[:, None, None]
-        b, h = group // self.heads, group % self.heads
+        """The mask at the points q [a, 1, n] x kv [1, c, n]."""
+        b, h = self._indices(group)
         kept = evaluate(self.program, self.binding, b=b, h=h, q_idx=q, kv_idx=kv)
-        return kept.to(group.device).expand(len(group), q.shape[1], kv.shape[2])
+        return kept.to(group.device).expand(q.shape[0], kv.shape[1], len(group))
+
+
+def any_of(kept: Tensor) -> Tensor:
+    """Which of n have a kept point [a, c, n]. (NumPy's reduction over the first axes is many times faster than torch's.)"""
+    if kept.device.type == "cpu":
+        return torch.from_numpy(np.bitwise_or.reduce(kept.numpy().reshape(-1, kept.shape[2]), 0))
+    return kept.flatten(0, 1).any(0)
 
 
 # Cells are rectangles of tokens, int64 [6, n]: owner, group, q begin, q end, kv begin, kv end (half-open, never empty).
@@ -61,7 +73,7 @@ def cells_of(tiles: Tensor, grid: Grid) -> Tensor:
 
 
 class _Parts(NamedTuple):
-    """The parts of n cells: which pairs or quarters are real, kept, and dropped, all [n, a, c]; their pairs; what is open."""
+    """The parts of n cells: which pairs or quarters are real, kept, and dropped, all [a, c, n]; their pairs; what is open."""
 
     kept: Tensor
     dropped: Tensor
@@ -70,9 +82,8 @@ class _Parts(NamedTuple):
 
 
 def _cut(begin: Tensor, end: Tensor, parts: int, single: bool) -> tuple[Tensor, Tensor]:
-    """First and one past the last token [n, parts] of every part: single tokens, or equal shares; a part may be empty."""
-    n = torch.arange(parts, device=begin.device)
-    begin, end = begin[:, None], end[:, None]
+    """First and one past the last token [parts, n] of every part: single tokens, or equal shares; a part may be empty."""
+    n = torch.arange(parts, device=begin.device)[:, None]
     if single:
         first = torch.minimum(begin + n, end)
         return first, torch.minimum(first + 1, end)
@@ -85,16 +96,16 @@ def _split(mask: Predicate, cells: Tensor, sides: tuple[int, int]) -> _Parts:
     single = max(sides) <= SINGLE
     parts = [n if single else min(FAN, -(-n // SINGLE)) for n in sides]
     (q0, q1), (k0, k1) = _cut(q, q_end, parts[0], single), _cut(kv, kv_end, parts[1], single)
-    pairs = (q1 - q0)[:, :, None] * (k1 - k0)[:, None, :]
+    pairs = (q1 - q0)[:, None] * (k1 - k0)
     real = pairs > 0
-    q_lo, kv_lo = torch.minimum(q0, q_end[:, None] - 1)[:, :, None], torch.minimum(k0, kv_end[:, None] - 1)[:, None, :]
+    q_lo, kv_lo = torch.minimum(q0, q_end - 1)[:, None], torch.minimum(k0, kv_end - 1)[None]
     if single:
         kept = mask.at(group, q_lo, kv_lo)
         return _Parts(kept & real, ~kept & real, pairs, cells[:, :0])
-    q_hi, kv_hi = torch.maximum(q1[:, :, None] - 1, q_lo), torch.maximum(k1[:, None, :] - 1, kv_lo)
+    q_hi, kv_hi = torch.maximum(q1[:, None] - 1, q_lo), torch.maximum(k1[None] - 1, kv_lo)
     must, may = mask.bounds(group, (q_lo, q_hi), (kv_lo, kv_hi))
-    at, up, left = (may & ~must & real).nonzero(as_tuple=True)
-    rest = torch.stack((owner[at], group[at], q0[at, up], q1[at, up], k0[at, left], k1[at, left]))
+    (up, left), at = spots(may & ~must & real)
+    rest = torch.stack((owner[at], group[at], q0[up, at], q1[up, at], k0[left, at], k1[left, at]))
     return _Parts(must & real, ~may & real, pairs, rest)
 
 
@@ -121,7 +132,7 @@ def search(mask: Predicate, cells: Tensor, some: Tensor, hole: Tensor) -> tuple[
     """Finish (some, hole) of the cells' owners; an owner that has both is not looked at any more."""
     some, hole, done = some.clone(), hole.clone(), some & hole
     for owner, parts in walk(mask, cells, done):
-        some[owner[parts.kept.flatten(1).any(1)]] = True
-        hole[owner[parts.dropped.flatten(1).any(1)]] = True
+        some[owner[any_of(parts.kept)]] = True
+        hole[owner[any_of(parts.dropped)]] = True
         torch.logical_and(some, hole, out=done)
     return some, hole

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexattn import BlockMask, create_block_mask, create_mask
 from flexattn.errors import CaptureIndexError
-from flexattn.frontend import interval, refine, tile_map
+from flexattn.frontend import interval, refine, tile_search
 from tests.frontend.mask_families import brute_tiles
 from tests.frontend.mask_fuzz import Predicate, Sizes, predicate
 from tests.frontend.test_block_mask import kept_by, lists_of
@@ -47,8 +47,8 @@ def draw_blocks(rng: random.Random, sizes: Sizes) -> tuple[int, int]:
 def shrink_limits(rng: random.Random, patch: pytest.MonkeyPatch) -> None:
     """Sometimes few boxes a level, small chunks and coarse tables: what else only long sequences reach."""
     if rng.random() < 0.5:
-        patch.setattr(tile_map, "TOP_BOXES", rng.choice([1, 4, 64]))
-        patch.setattr(tile_map, "BOXES_AT_ONCE", rng.choice([64, 1 << 14]))
+        patch.setattr(tile_search, "TOP_BOXES", rng.choice([1, 4, 64]))
+        patch.setattr(tile_search, "BOXES_AT_ONCE", rng.choice([64, 1 << 14]))
         patch.setattr(refine, "POINTS_AT_ONCE", rng.choice([512, 1 << 16]))
         patch.setattr(interval, "_GROUPS", rng.choice([2, 8, 64]))
 
