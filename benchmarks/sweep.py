@@ -59,7 +59,7 @@ class Kernel:
             )
 
     def prepare(self, config: Config) -> Callable[[], Sequence[Tensor]]:
-        """What to time: the forward; or, after a forward, the gradients that need this kernel (dk and dv with the pre-pass)."""
+        """What to time: the forward; or, after a forward, the gradients that need this kernel (and the delta pre-pass)."""
         arguments: dict[str, Any] = {**self.arguments, "kernel_options": options(self.kernel, config)}
         call: Callable[[], Any] = lambda: flexattn.flex_attention(*self.tensors, **arguments)
         if self.kernel == "forward":

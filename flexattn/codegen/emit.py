@@ -171,8 +171,6 @@ def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int |
 def _dq_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _backward_inputs(arguments)
-    arguments.result("OUT", spec.v_dim, "out_strides")
-    arguments.plain(LSE="*fp32", D_LSE="*fp32")
     arguments.result("DQ", spec.qk_dim, "dq_strides")
     arguments.plain(sums=("*fp32",) * len(spec.capture_grads) or ("i32",))
     return arguments.types, arguments.aligned
@@ -249,7 +247,7 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {**values, "WANT_MAX": spec.want_max}
     values |= {"SCORE_GRAD": None, "IS_D_OUT_DESCRIBED": d_out}
     if spec.kernel == "dq":
-        return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq, "HAS_D_LSE": spec.has_d_lse}
+        return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq}
     return {**values, "WANT_DK": spec.want_dk, "WANT_DV": spec.want_dv}
 
 

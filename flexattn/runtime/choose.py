@@ -150,7 +150,7 @@ def _likely_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
     facts = kernel_facts(problem, plan, fresh_layout(problem.q.dtype, problem.v.shape[3]))
     if kernel == "dq":
         slots = tuple(i for i, c in enumerate(problem.captures) if c.requires_grad)
-        return {**facts, "want_dq": problem.q.requires_grad, "capture_grads": slots, "has_d_lse": False}
+        return {**facts, "want_dq": problem.q.requires_grad, "capture_grads": slots}
     return {**facts, "want_dk": problem.k.requires_grad, "want_dv": problem.v.requires_grad}
 
 

@@ -82,13 +82,8 @@ def backward(
             d_out = d_out.clone(memory_format=torch.contiguous_format)
         if out.stride(3) != 1:  # out follows query's order of dimensions, and the last one may not be innermost there
             out = out.contiguous()
-        common = backward_arguments(problem, out, lse, d_out, d_lse)
-        has_dq = need_q or any(need_captures)
-        if not has_dq or out.dtype == torch.float32:
-            run_delta(problem, common, d_lse is not None)
-        dq, sums = None, (None,) * len(need_captures)
-        if has_dq:
-            dq, sums = run_dq(problem, plan, common, d_lse is not None, need_q, need_captures)
+        common = run_delta(problem, plan, out, lse, d_out, d_lse)
+        dq, sums = run_dq(problem, plan, common, need_q, need_captures)
         dk, dv = run_dkdv(problem, plan, common, need_k, need_v)
     return dq, dk, dv, sums
 
@@ -171,38 +166,36 @@ def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
 
 
 # ---------------------------------------------------------------- backward kernels
-def backward_arguments(
-    problem: Problem, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+def run_delta(
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
 ) -> dict[str, Any]:
-    """Arguments that the backward kernels share; DELTA and ROW_LSE are there to be written by `run_delta` or `run_dq`."""
-    return {
-        **_inputs(problem), "OUT": out, "D_OUT": d_out, "out_strides": out.stride(), "d_out_strides": d_out.stride(),
-        "LSE": lse, "D_LSE": lse if d_lse is None else d_lse.to(torch.float32).contiguous(),
-        "DELTA": torch.empty_like(lse), "ROW_LSE": torch.empty_like(lse),
-    }  # fmt: skip
-
-
-def run_delta(problem: Problem, common: dict[str, Any], has_d_lse: bool) -> None:
-    """The pre-pass: writes DELTA and ROW_LSE, where `run_dq` does not run or does not write them (float32)."""
-    out, d_out = common["OUT"], common["D_OUT"]
+    """Runs the pre-pass; returns the arguments both gradient kernels share."""
     batch, heads, q_len, v_dim = out.shape
     target = devices.target_for(out.device)
     spec = KernelSpec(
         kernel="delta", target=target, config=delta_config(padded(v_dim), out.element_size()), qk_dim=v_dim, v_dim=v_dim,
-        layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),), has_d_lse=has_d_lse,
+        layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),), has_d_lse=d_lse is not None,
     )  # fmt: skip
     _, kernel = first_that_builds([spec], out.device)
+    delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
     lines = -(-q_len // spec.config.BLOCK_M)
-    arguments = {**common, "pairs": batch * heads, "lines": lines}
+    arguments = {
+        "OUT": out, "D_OUT": d_out, "LSE": lse, "D_LSE": lse if d_lse is None else d_lse.to(torch.float32).contiguous(),
+        "DELTA": delta, "ROW_LSE": row_lse, "out_strides": out.stride(), "d_out_strides": d_out.stride(),
+        "q_heads": heads, "q_len": q_len, "pairs": batch * heads, "lines": lines,
+    }  # fmt: skip
     kernel(batch * heads * lines, arguments, device=out.device)
+    return {**_inputs(problem), "D_OUT": d_out, "d_out_strides": d_out.stride(), "DELTA": delta, "ROW_LSE": row_lse}
 
 
 def run_dq(
-    problem: Problem, plan: Plan, common: dict[str, Any], has_d_lse: bool, need_q: bool, need_captures: Sequence[bool]
+    problem: Problem, plan: Plan, common: dict[str, Any], need_q: bool, need_captures: Sequence[bool]
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """dq and the sums of captured tensors, where at least one of them is needed; half types write DELTA and ROW_LSE on its way."""
+    """dq and the sums of captured tensors; no launch where neither is needed."""
     q = problem.q
     slots = tuple(i for i, need in enumerate(need_captures) if need)
+    if not need_q and not slots:
+        return None, (None,) * len(need_captures)
     captures, pairs = problem.captures, q.shape[0] * q.shape[1]
 
     def start(chosen: Chosen) -> tuple[Tensor | None, tuple[Tensor, ...]]:
@@ -214,7 +207,7 @@ def run_dq(
         chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
         return dq, sums
 
-    wants = {"want_dq": need_q, "capture_grads": slots, "has_d_lse": has_d_lse}
+    wants = {"want_dq": need_q, "capture_grads": slots}
     dq, sums = start(choose(problem, plan, "dq", start, d_out=tensor_layout(common["D_OUT"]), **wants))
     by_slot = {slot: total.to(captures[slot].dtype) for slot, total in zip(slots, sums)}
     return dq, tuple(by_slot.get(i) for i in range(len(need_captures)))

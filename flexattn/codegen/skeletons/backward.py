@@ -1,9 +1,9 @@
 """Backward attention kernels: read the forward's inputs and results, make dq, dk, dv and gradients of captured tensors.
 
 The idea: two kernels without atomics, each with one owner per output tile. One walks the keys of a query tile and owns
-dq and, on its way, makes delta = rowsum(out * d_out) - d_lse; the other walks the queries of a key tile (over transposed spans,
-and over every query head and batch entry that shares these keys) and owns dk and dv. Probabilities are made again from the
-saved log-sum, so nothing of size q_len x kv_len is stored. What is masked is the gradient, not only
+dq; the other walks the queries of a key tile (over transposed spans, and over every query head and batch entry that
+shares these keys) and owns dk and dv. Probabilities are made again from the saved log-sum, so nothing of size
+q_len x kv_len is stored. A pre-pass makes delta = rowsum(out * d_out) - d_lse. What is masked is the gradient, not only
 the value: a masked score may be NaN and must still add exactly 0.
 """
 
@@ -14,8 +14,18 @@ from flexattn.codegen.skeletons import softmax, tiles
 
 
 @triton.jit
-def _row_terms(out, d_out, LSE, D_LSE, DELTA, ROW_LSE, at, rows, q_len, HAS_D_LSE: tl.constexpr):
-    """(delta, log-sums as `probabilities` takes them) of a tile's rows; both are also written, for dk and dv."""
+def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, pairs,
+                             lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+                             HAS_D_LSE: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr):
+    """delta of BLOCK_M rows, and their log-sums as the gradient kernels read them."""
+    pair = tl.program_id(0) // lines
+    first = (tl.program_id(0) % lines) * BLOCK_M
+    batch = pair // q_heads
+    head = pair % q_heads
+    out = tiles.load_tile(OUT, out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, False, True)
+    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED, True)
+    rows = first + tl.arange(0, BLOCK_M)
+    at = pair.to(tl.int64) * q_len + rows
     if out.dtype == tl.float32:  # summed in the order of the products with v: a row of one key then has gradient 0
         products = tl.dot(d_out, tl.trans(out), input_precision="ieee")
         delta = tl.sum(tl.where(rows[:, None] == rows[None, :], products, 0.0), 1)
@@ -24,26 +34,9 @@ def _row_terms(out, d_out, LSE, D_LSE, DELTA, ROW_LSE, at, rows, q_len, HAS_D_LS
     if HAS_D_LSE:
         delta -= tl.load(D_LSE + at, mask=rows < q_len, other=0.0)
     lse = tl.load(LSE + at, mask=rows < q_len, other=float("-inf"))
-    delta = tl.where(lse == float("-inf"), 0.0, delta)
-    row_lse = softmax.saved_lse(lse, out.dtype == tl.float32)
-    tl.store(DELTA + at, delta, mask=rows < q_len)
-    tl.store(ROW_LSE + at, row_lse, mask=rows < q_len)
-    return delta, row_lse
-
-
-@triton.jit
-def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, pairs,
-                             lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                             HAS_D_LSE: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr):
-    """The row terms alone, where no dq kernel makes them on its way: none runs, or it has no registers for it (float32)."""
-    pair = tl.program_id(0) // lines
-    first = (tl.program_id(0) % lines) * BLOCK_M
-    batch = pair // q_heads
-    head = pair % q_heads
-    out = tiles.load_tile(OUT, out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, False, True)
-    d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED, True)
-    rows = first + tl.arange(0, BLOCK_M)
-    _row_terms(out, d_out, LSE, D_LSE, DELTA, ROW_LSE, pair.to(tl.int64) * q_len + rows, rows, q_len, HAS_D_LSE)
+    empty = lse == float("-inf")
+    tl.store(DELTA + at, tl.where(empty, 0.0, delta), mask=rows < q_len)
+    tl.store(ROW_LSE + at, softmax.saved_lse(lse, OUT.dtype.element_ty == tl.float32), mask=rows < q_len)
 
 
 @triton.jit
@@ -111,16 +104,16 @@ def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_stri
 
 
 @triton.jit
-def attention_backward_dq(Q, K, V, OUT, D_OUT, LSE, D_LSE, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_strides, k_strides,
-                          v_strides, out_strides, d_out_strides, dq_strides, caps, sums, scale, q_heads, group, q_len,
-                          kv_len, pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_strides, k_strides, v_strides,
+                          d_out_strides, dq_strides, caps, sums, scale, q_heads, group, q_len, kv_len, pairs, lines,
+                          batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
                           SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
                           V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, HAS_D_LSE: tl.constexpr,
+                          BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr,
                           WANT_DQ: tl.constexpr, IS_Q_DESCRIBED: tl.constexpr, IS_K_DESCRIBED: tl.constexpr,
                           IS_V_DESCRIBED: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
                           UPCAST: tl.constexpr):
-    """dq of one query tile of one (batch, head) pair, and the terms of its rows; grid: pairs * lines programs."""
+    """dq of one query tile of one (batch, head) pair; grid: pairs * lines programs."""
     pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
     batch = pair // q_heads
     head = pair % q_heads
@@ -130,12 +123,8 @@ def attention_backward_dq(Q, K, V, OUT, D_OUT, LSE, D_LSE, ROW_LSE, DELTA, DQ, R
     q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_DESCRIBED, True)
     d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED, True)
     at = pair.to(tl.int64) * q_len + rows
-    if q.dtype == tl.float32:
-        row_lse = tl.load(ROW_LSE + at, mask=rows < q_len, other=float("inf"))
-        delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
-    else:
-        out = tiles.load_tile(OUT, out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, False, True)
-        delta, row_lse = _row_terms(out, d_out, LSE, D_LSE, DELTA, ROW_LSE, at, rows, q_len, HAS_D_LSE)
+    row_lse = tl.load(ROW_LSE + at, mask=rows < q_len, other=float("inf"))
+    delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     dq = tl.zeros([BLOCK_M, QK_PAD], tl.float32)
     dq = _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_strides, caps, sums,
