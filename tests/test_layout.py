@@ -17,8 +17,8 @@ FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may i
 # Order inside frontend is import order, as the design lists it.
 FRONTEND = [
     "eager", "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate",
-    "interval", "box_bounds", "symbolic", "gradient", "spans", "closed_form", "refine", "tile_search", "tile_map", "statistics",
-    "row", "slices", "algebra", "mask_functions", "predicate_mask", "block_lists", "list_mask", "display", "figures",
+    "interval", "box_bounds", "symbolic", "gradient", "spans", "closed_form", "refine", "tile_search", "slices",
+    "algebra", "periodic", "tile_map", "statistics", "row", "mask_functions", "predicate_mask", "block_lists", "list_mask", "display", "figures",
     "mask_window", "torch_lists", "mask_views", "mask_operations", "mask_pytree", "saved", "block_mask", "stack", "create",
     "check",
 ]  # fmt: skip

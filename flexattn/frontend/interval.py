@@ -103,15 +103,21 @@ class Table:
         if self._sets is None:
             pad = -len(self.data) % 64
             padded = torch.cat([self.data, self.data[-1:].expand(pad)]) if pad else self.data
-            padded = padded.to(torch.int64)
-            bits = torch.bitwise_left_shift(torch.ones_like(padded), padded & 63).reshape(-1, 64)
-            while bits.shape[1] > 1:
-                half = bits.shape[1] // 2
-                bits = bits[:, :half] | bits[:, half:]
-            self._sets = _doubling(bits[:, 0], torch.bitwise_or)
+            groups = padded.reshape(-1, 64)
+            sets = torch.cat([_set_of_each(groups[at : at + 512]) for at in range(0, len(groups), 512)])
+            self._sets = _doubling(sets, torch.bitwise_or)
         a, z = lo >> 6, hi >> 6
         level = torch.frexp((z - a + 1).to(torch.float64))[1].to(torch.int64) - 1
         return self._sets[level, a] | self._sets[level, z - (1 << level) + 1]
+
+
+def _set_of_each(groups: torch.Tensor) -> torch.Tensor:
+    """The values (modulo 64) of each row of 64 as bits."""
+    bits = torch.bitwise_left_shift(1, groups.to(torch.int64) & 63)
+    while bits.shape[1] > 1:
+        half = bits.shape[1] // 2
+        bits = bits[:, :half] | bits[:, half:]
+    return bits[:, 0]
 
 
 def _rise(rows: torch.Tensor) -> bool:

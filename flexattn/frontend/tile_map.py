@@ -4,8 +4,9 @@ Reads a traced mask, lengths and a tile size; makes a `TileMap`: for every row o
 full tiles and the runs of partial tiles.
 
 The one idea: nothing of size q_len x kv_len is looked at. Bounds of the mask over a rectangle prove it empty or full at
-once; only undecided rectangles are split. In a single tile one kept and one dropped pair (*witnesses*) prove PARTIAL as
-soundly. What then is still open is split further, down to pairs, so that the answer is exact for every mask.
+once; only undecided rectangles are split (tile_search.py), and of a mask that repeats along the diagonal one period is
+decided (periodic.py). In a single tile one kept and one dropped pair (*witnesses*) prove PARTIAL as soundly. What then is
+still open is split further, down to pairs, so that the answer is exact for every mask.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from flexattn.errors import CaptureIndexError, OptionError
 from flexattn.frontend.eager import eager_only
 from flexattn.frontend.expr import DEP_B, DEP_H, const, make, topological
 from flexattn.frontend.interval import Tables, bounds
+from flexattn.frontend.periodic import repeated_search
 from flexattn.frontend.program import Program, Traced
 from flexattn.frontend.refine import Predicate, cells_of, walk
 from flexattn.frontend.spans import Grid, Spans, SpanTable, cover, lines_of, span_table
@@ -159,7 +161,8 @@ def build_tile_map(
     if traced_mask is not None and device.type == "cpu":
         _check_reads(traced_mask, grid)
     with torch.no_grad():
-        found = TileSearch(traced_mask, grid, device).run()
+        found = repeated_search(traced_mask, grid, device) if traced_mask is not None else None
+        found = found or TileSearch(traced_mask, grid, device).run()
     tile_map = TileMap(grid, *found, traced_mask)
     for listener in ON_BUILD:
         listener(tile_map)

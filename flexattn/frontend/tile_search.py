@@ -112,13 +112,15 @@ class TileSearch:
                 self.by_col.add_tiles(getattr(self.by_col, name), group, col, row)
 
     def _decide(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """(has a kept pair, has a dropped pair): by witnesses, and where they do not tell, by subdivision."""
+        """(has a kept pair, has a dropped pair): by witnesses, value sets, and where they do not tell, by subdivision."""
         assert self.mask is not None
         some = torch.zeros(tiles.shape[1], dtype=torch.bool, device=self.device)
         hole, todo = some.clone(), torch.arange(tiles.shape[1], device=self.device)
         for at_q, at_kv in _probe_points(self.grid.q_block, self.grid.kv_block, self.device):
             if not len(todo):
                 break
+            if len(at_q) > 2 and self.mask.compares_reads:  # before more is looked at than corners
+                todo = self._without_unequal(tiles, todo, hole)
             for part in chunks(todo, max(1, POINTS_AT_ONCE // (len(at_q) * len(at_kv)))):
                 group, row, col = taken(tiles, part)
                 q = (row * self.grid.q_block + at_q[:, None]).clamp(max=self.grid.q_len - 1)
@@ -126,11 +128,9 @@ class TileSearch:
                 kept = self.mask.at(group, q[:, None], kv[None])
                 some[part] |= any_of(kept)
                 hole[part] |= any_of(~kept)
+            before = len(todo)
             todo = picked(todo, ~taken(some & hole, todo))
-        self.witnessed += tiles.shape[1] - len(todo)
-        if len(todo) and self.mask.compares_reads:
-            hole[todo] |= (unequal := self._unequal(tiles[:, todo]))
-            todo = todo[~unequal]
+            self.witnessed += before - len(todo)
         for part in chunks(todo, 512):
             cells = cells_of(tiles[:, part], self.grid)
             some[part], hole[part] = search(self.mask, cells, some[part], hole[part])
@@ -138,13 +138,15 @@ class TileSearch:
             self._count_evaluated(some[todo], hole[todo])
         return some, hole
 
-    def _unequal(self, tiles: Tensor) -> Tensor:
-        """Tiles proved empty because two captured tensors have no value in common there (unsorted document ids)."""
+    def _without_unequal(self, tiles: Tensor, todo: Tensor, hole: Tensor) -> Tensor:
+        """`todo` without the tiles proved empty because two captured tensors have no value in common there (unsorted
+        document ids); they have a hole."""
         assert self.mask is not None
-        _, group, q, q_end, kv, kv_end = cells_of(tiles, self.grid)
+        _, group, q, q_end, kv, kv_end = cells_of(taken(tiles, todo), self.grid)
         q, q_last, kv, kv_last = (x[None, None] for x in (q, q_end - 1, kv, kv_end - 1))
         _, may = self.mask.bounds(group, (q, q_last), (kv, kv_last), sets=True)
-        return ~may.flatten()
+        hole[picked(todo, ~may.flatten())] = True
+        return picked(todo, may.flatten())
 
     def _count_evaluated(self, some: Tensor, hole: Tensor) -> None:
         self.evaluated_empty += how_many(~some)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexattn import BlockMask, create_block_mask, create_mask
 from flexattn.errors import CaptureIndexError
-from flexattn.frontend import interval, refine, tile_search
+from flexattn.frontend import interval, periodic, refine, tile_search
 from tests.frontend.mask_families import brute_tiles
 from tests.frontend.mask_fuzz import Predicate, Sizes, predicate
 from tests.frontend.test_block_mask import kept_by, lists_of
@@ -51,6 +51,8 @@ def shrink_limits(rng: random.Random, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(tile_search, "BOXES_AT_ONCE", rng.choice([64, 1 << 14]))
         patch.setattr(refine, "POINTS_AT_ONCE", rng.choice([512, 1 << 16]))
         patch.setattr(interval, "_GROUPS", rng.choice([2, 8, 64]))
+        patch.setattr(periodic, "LEAST_TILES", 1)
+        patch.setattr(periodic, "SHARE", rng.choice([0, 1]))
 
 
 def check_slices(rng: random.Random, mask: BlockMask, kept: Tensor) -> None:

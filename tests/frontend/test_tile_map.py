@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flexattn.errors import CaptureIndexError, OptionError
-from flexattn.frontend.spans import Spans, cover, coverage
+from flexattn.frontend import periodic
+from flexattn.frontend.spans import Grid, Spans, cover, coverage
 from flexattn.frontend.tile_map import TileMap, build_tile_map
 from flexattn.frontend.trace import trace
 from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families
@@ -286,3 +287,63 @@ def test_memory_follows_the_answer() -> None:
     tracemalloc.stop()
     assert peak < 4 << 20
     assert tile_map.full.tiles() + tile_map.partial.tiles() < 2048 * 9
+
+
+# ---------------------------------------------------------------- masks that repeat along the diagonal
+REPEATING = {
+    "causal, shifted": lambda b, h, q, k: q + 30 >= k,
+    "window": lambda b, h, q, k: (q - k).abs() < 37,
+    "dilated": lambda b, h, q, k: ((q - k) % 6 == 0) & (q >= k),
+    "chunks": lambda b, h, q, k: (q // 48 == k // 48) | (q - k == 100),
+    "rows of an image": lambda b, h, q, k: ((q // 24 - k // 24).abs() <= 2) & ((q % 24 - k % 24).abs() <= 3),
+    "shifts": lambda b, h, q, k: (q >> 4) - (k >> 4) == h,
+    "twice": lambda b, h, q, k: 2 * q - 2 * k + b > 9,
+    "read at the distance": lambda b, h, q, k: DISTANCES[(q - k).abs()] > 3,
+}
+DISTANCES = torch.arange(1000) % 7
+
+
+@pytest.mark.parametrize("name", REPEATING)
+@pytest.mark.parametrize("shape", [(420, 420, 16, 16), (301, 430, 8, 16), (430, 97, 16, 24), (100, 430, 12, 12)])
+def test_masks_that_repeat(name: str, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One period is decided, whether rows or columns are more and whether a length cuts them or not."""
+    monkeypatch.setattr(periodic, "LEAST_TILES", 1)
+    monkeypatch.setattr(periodic, "SHARE", 0)
+    q_len, kv_len, q_block, kv_block = shape
+    tile_map = build(REPEATING[name], q_len, kv_len, q_block, kv_block)
+    assert any("repe" in way for way in tile_map.decided)
+    check(tile_map, brute(REPEATING[name], BATCH, HEADS, q_len, kv_len))
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q, k: q + k > 100,
+        lambda b, h, q, k: (q >= k) | (k < 60),
+        lambda b, h, q, k: 3 * q > 2 * k,
+        lambda b, h, q, k: q // (b + 2) == k // (b + 2),
+        lambda b, h, q, k: DISTANCES[q] == DISTANCES[k],
+        lambda b, h, q, k: (q * 0.5).floor() == (k * 0.5).floor(),
+        lambda b, h, q, k: q % (k + 1) == 0,
+        lambda b, h, q, k: (q ^ k) < 8,
+        lambda b, h, q, k: q - k < 2**63 - 1 - q,
+    ],
+)
+def test_masks_that_do_not_repeat(mask_mod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(periodic, "LEAST_TILES", 1)
+    monkeypatch.setattr(periodic, "SHARE", 0)
+    assert periodic.period(trace(mask_mod, "mask"), 16) is None or periodic.repeated_search(
+        trace(mask_mod, "mask"), Grid(BATCH, HEADS, 200, 300, 16, 16), torch.device("cpu")
+    ) is None  # fmt: skip
+    check(build(mask_mod, 200, 300, 16, 16), brute(mask_mod, BATCH, HEADS, 200, 300))
+
+
+def test_a_million_tokens_that_repeat() -> None:
+    """Dilated over all of causal: refinement alone would look at the square."""
+    n = 1 << 20
+    tile_map = build(lambda b, h, q, k: ((q - k) % 4 == 0) & (q >= k), n, n, 128, 128, batch=1, heads=1)
+    rows = n // 128
+    assert len(tile_map.full.start) == 0
+    assert torch.equal(tile_map.partial.stop, torch.arange(1, rows + 1, dtype=torch.int32))
+    assert torch.equal(tile_map.partial_t.start, torch.arange(rows, dtype=torch.int32))
+    assert tile_map.decided["partial_by_repetition"] == rows * (rows + 1) // 2
