@@ -21,7 +21,6 @@ from demo.model import CAP, sample
 from demo.report import Progress, heading, table
 from demo.text import START, PackedText, pack_topics
 from demo.train import Recipe, falls, train
-from flexattn.frontend.display import save_png
 from flexattn.runtime.reference import oracle
 
 OUT = Path(__file__).resolve().parent / "out"
@@ -65,7 +64,7 @@ def show_mask(text: PackedText, device: torch.device) -> None:
     window = text.window(0, SHOWN).to(device)
     block_mask = build_mask(window.document)
     print(f"The first {SHOWN:,} characters in blocks of {block_mask.BLOCK_SIZE}:\n{block_mask}")
-    save_png(block_mask, str(OUT / "mask.png"), title=f"causal, documents: the first {SHOWN:,} characters")
+    save(block_mask, "mask.png", f"causal, documents: the first {SHOWN:,} characters")
 
     document, length = text.document.to(device), len(text.tokens)
     start = time.perf_counter()
@@ -82,7 +81,12 @@ def show_mask(text: PackedText, device: torch.device) -> None:
         f"  how its {shares.pop('tiles'):,} blocks were decided: {', '.join(f'{n:,} {how}' for how, n in shares.items())}"
     )
 
-    save_png(whole, str(OUT / "mask_whole.png"), title=f"causal, documents: all {length:,} characters")
+    save(whole, "mask_whole.png", f"causal, documents: all {length:,} characters")
+
+
+def save(block_mask: flexattn.BlockMask, name: str, title: str) -> None:
+    """The mask as a picture among the demo's results."""
+    block_mask.figure(title=title).savefig(OUT / name, bbox_inches="tight")
 
 
 def build_mask(document: Tensor) -> flexattn.BlockMask:

@@ -1,4 +1,4 @@
-"""The loss curve of a training run as a picture (masks draw themselves: flexattn.frontend.display.save_png)."""
+"""The loss curve of a training run as a picture (masks draw themselves: BlockMask.figure)."""
 
 from __future__ import annotations
 

@@ -18,16 +18,16 @@ from flexattn.frontend.list_mask import KvLists, ListMask
 from flexattn.frontend.mask_functions import MaskMod, noop_mask
 from flexattn.frontend.mask_operations import MaskOperations
 from flexattn.frontend.mask_pytree import register
+from flexattn.frontend.mask_views import MaskViews
 from flexattn.frontend.predicate_mask import PredicateMask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.spans import Spans
-from flexattn.frontend.tile_map import TileMap
 from flexattn.frontend.torch_lists import DEFAULT_BLOCK_SIZE, LIST_NAMES, Q_LISTS, ListStyle, block_pair, check_lists
 
 NO_MASK_BLOCK = (1 << 30, 1 << 30)  # BLOCK_SIZE by which torch says that no mask was given
 
 
-class BlockMask(MaskOperations):
+class BlockMask(MaskOperations, MaskViews):
     """A block-sparse attention mask.
 
     Two kinds. A *predicate* mask comes from `create_block_mask`: the traced mask function, two lengths and the captured tensors
@@ -192,16 +192,6 @@ class BlockMask(MaskOperations):
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         self._mask = self._as_list().changed(lengths=(lengths[0], lengths[1]))
 
-    @property
-    def BLOCK_SIZE(self) -> tuple[int, int]:
-        """Tokens of a block of the lists, (q, kv). Assigning keeps the lists, whose blocks then mean other tokens."""
-        return self._mask.block
-
-    @BLOCK_SIZE.setter
-    def BLOCK_SIZE(self, block: int | tuple[int, int]) -> None:
-        self._assign({})
-        self._mask = self._mask.changed(block=block_pair(block))
-
     def _as_list(self) -> ListMask:
         mask = self._mask
         if isinstance(mask, ListMask):
@@ -232,15 +222,6 @@ class BlockMask(MaskOperations):
         """Whether `tile_map` can cut this mask into such tiles: any if it is (or runs as) a predicate, else divisors."""
         return self._mask.legal_tile(q_tile, kv_tile)
 
-    def tile_map(self, q_block: int, kv_block: int) -> TileMap:
-        """The tiles to visit, for tiles of q_block x kv_block tokens; cached.
-
-        Raises:
-            StaleMaskError: a tensor that a predicate mask captures has changed since it was created.
-            ShapeError: the tile does not divide a list mask's BLOCK_SIZE, or its lists are too short for its lengths.
-        """
-        return self._mask.tile_map(q_block, kv_block)
-
     def as_predicate(self) -> BlockMask:
         """The same mask as a predicate mask, for any tile size; lists become two captured bool tables."""
         return self._made(self._mask.as_predicate()) if self.is_list else self
@@ -270,15 +251,6 @@ class BlockMask(MaskOperations):
             ([0, 699901], [4, 700001])
         """
         return self._mask.as_predicate().row(position)
-
-    def density(self) -> float:
-        """The share of pairs that is kept, between 0 and 1, exactly; counted on first use."""
-        return self._mask.tile_map(*self.BLOCK_SIZE).density()
-
-    def _repr_html_(self) -> str:
-        from flexattn.frontend import display  # pictures cost an import only where somebody looks
-
-        return display.html(self)
 
     # ------------------------------------------------------------------------------------------------ moving around
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,7 +1,7 @@
-"""Pictures of block masks: characters, SVG for notebooks, PNG files.
+"""Pictures of block masks: characters, and SVG for notebooks.
 
-Reads a mask's tile map; makes text or an image with a legend. The one idea: a picture has few cells, so it is summed from the
-runs of tiles, section by section, and a million tokens cost no more than a thousand.
+Reads a mask's tile map; makes text or a drawing with axes and a legend. The one idea: a picture has few cells, so it is summed
+from the runs of tiles, section by section, and a million tokens cost no more than a thousand.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import html as markup
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from flexattn.frontend.spans import coverage
+from flexattn.frontend.statistics import MaskStatistics
 from flexattn.frontend.tile_map import TileMap
+
+if TYPE_CHECKING:
+    from flexattn.frontend.mask_window import MaskWindow
 
 EMPTY, PARTIAL, FULL = (245, 245, 242), (253, 174, 97), (44, 90, 160)  # colours that stay apart in grey
 MAX_CELLS = 64  # a side of a picture
-COUNTED_PAIRS = 1 << 30  # in partial tiles: beyond, a picture gives bounds of the density and does not count
+PLOT = 380.0  # the longer side of a drawing, in pixels
+KINDS = (("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))
 
 
 class Drawable(Protocol):
@@ -33,6 +38,8 @@ class Drawable(Protocol):
     def BLOCK_SIZE(self) -> tuple[int, int]: ...
 
     def tile_map(self, q_block: int, kv_block: int) -> TileMap: ...
+
+    def statistics(self) -> MaskStatistics: ...
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,13 @@ def block_text(tile_map: TileMap, *, sizes: Sequence[int], grid_size: int | tupl
     return "\n".join(parts)
 
 
-def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, max_cols: int = 64) -> str:
-    """A mask as characters that tell empty, partial and full apart, with a legend.
+def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, max_cols: int = 32) -> str:
+    """A mask as characters that tell empty, partial and full apart, with a legend and its statistics.
 
     Args:
         mask: a BlockMask.
         batch, head: which one to draw.
-        max_rows, max_cols: the largest picture; larger masks are summed into sections.
+        max_rows, max_cols: the largest picture; larger masks are summed into cells of several blocks.
 
     Returns:
         Lines of text.
@@ -112,23 +119,57 @@ def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, m
         │██████▒▒│
         └────────┘
         ·· empty  ▒▒ partial  ██ full
-        blocks 128 x 128; empty 37.5%, partial 25.0%, full 37.5%; density 50.10% of pairs
+        blocks of 128 x 128 tokens
+          empty   6  37.5%: by proof
+          partial 4  25.0%: by witnesses
+          full    6  37.5%: by proof
+        density 50.10% of pairs: 131,328 of 262,144 kept, exact, by formula
+        FLOPs saved 37.5%; lanes wasted in partial blocks 49.6%
+        keys of a query: kv_idx <= q_idx
     """
-    tile_map = mask.tile_map(*mask.BLOCK_SIZE)
-    drawn = picture(tile_map, batch=batch, head=head, max_rows=max_rows, max_cols=max_cols)
+    tiles = mask.tile_map(*mask.BLOCK_SIZE)
+    drawn = picture(tiles, batch=batch, head=head, max_rows=max_rows, max_cols=max_cols)
+    return "\n".join([*_boxed(drawn, _title(mask, batch, head)), _legend(drawn), *mask.statistics().lines()])
+
+
+def heads_text(mask: Drawable, *, limit: int = 4) -> str:
+    """`text` for the first `limit` of those heads that differ."""
+    tiles = mask.tile_map(*mask.BLOCK_SIZE)
+    heads = list(itertools.product(range(tiles.batch), range(tiles.heads)))
+    if len(heads) <= 1:
+        return text(mask)
+    lines: list[str] = []
+    for batch, head in heads[:limit]:
+        drawn = picture(tiles, batch=batch, head=head, max_rows=16, max_cols=32)
+        lines += _boxed(drawn, _title(mask, batch, head))
+    lines.append(_legend(drawn))
+    if len(heads) > limit:
+        lines.append(f"and {len(heads) - limit} more heads; block_mask[batch, head] picks one")
+    return "\n".join([*lines, *mask.statistics().lines()])
+
+
+def _boxed(drawn: Picture, title: str) -> list[str]:
     rows = []
     for partial, full in zip(drawn.partial.tolist(), drawn.full.tolist(), strict=True):
         rows.append("".join(2 * _character(p, f) for p, f in zip(partial, full, strict=True)))
     width = 2 * drawn.full.shape[1]
-    box = [f"┌{'─' * width}┐", *(f"│{r}│" for r in rows), f"└{'─' * width}┘"]
-    return "\n".join([_title(mask, batch, head), *box, "·· empty  ▒▒ partial  ██ full", _caption(tile_map, drawn)])
+    return [title, f"┌{'─' * width}┐", *(f"│{r}│" for r in rows), f"└{'─' * width}┘"]
 
 
 def _character(partial: float, full: float) -> str:
-    """A section drawn as what most of its visited blocks are; empty only if none is visited."""
+    """A cell drawn as what most of its blocks are; empty only if none is visited."""
     if not partial and not full:
         return "·"
-    return "█" if full > partial else "▒"
+    if partial + full < 0.5:
+        return "░"
+    return "█" if full > 0.5 else "▒"
+
+
+def _legend(drawn: Picture) -> str:
+    if drawn.blocks == (1, 1):
+        return "·· empty  ▒▒ partial  ██ full"
+    size = f"a cell is {drawn.blocks[0]} x {drawn.blocks[1]} blocks"
+    return f"·· empty  ░░ mostly empty  ▒▒ mostly partial or mixed  ██ mostly full; {size}"
 
 
 def _title(mask: Drawable, batch: int, head: int) -> str:
@@ -136,133 +177,148 @@ def _title(mask: Drawable, batch: int, head: int) -> str:
     return f"{mask.shape[-2]:,} queries (down) x {mask.shape[-1]:,} keys (right){which}"
 
 
-def _caption(tile_map: TileMap, drawn: Picture) -> str:
-    """The legend's numbers: shares of blocks, the share of pairs kept, what a section is."""
-    total = max(1, tile_map.grid.groups * tile_map.rows * tile_map.cols)
-    full, partial = tile_map.full.tiles() / total, tile_map.partial.tiles() / total
-    size = f"blocks {drawn.tile[0]} x {drawn.tile[1]}"
-    if drawn.blocks != (1, 1):
-        size += f", {drawn.blocks[0]} x {drawn.blocks[1]} blocks a cell"
-    shares = f"empty {1 - full - partial:.1%}, partial {partial:.1%}, full {full:.1%}"
-    return f"{size}; {shares}; density {_density(tile_map)} of pairs"
-
-
-def _density(tile_map: TileMap) -> str:
-    """The kept share; where counting it would take long, the bounds that the tiles give."""
-    undecided = tile_map.partial.tiles() * tile_map.q_block * tile_map.kv_block
-    if undecided <= COUNTED_PAIRS:
-        return f"{tile_map.density():.2%}"
-    pairs = tile_map.grid.groups * tile_map.q_len * tile_map.kv_len
-    full = tile_map.full.tiles() * tile_map.q_block * tile_map.kv_block
-    return f"{full / pairs:.2%} to {min(1.0, (full + undecided) / pairs):.2%}"
-
-
 # ----------------------------------------------------------------------------------------------------- SVG and HTML
-def svg(mask: Drawable, *, batch: int = 0, head: int = 0, max_cells: int = MAX_CELLS) -> str:
-    """A mask as an SVG drawing with a legend."""
-    tile_map = mask.tile_map(*mask.BLOCK_SIZE)
-    drawn = picture(tile_map, batch=batch, head=head, max_rows=max_cells, max_cols=max_cells)
-    rows, cols = drawn.full.shape
-    side = max(4.0, min(20.0, 420.0 / max(rows, cols, 1)))
-    width, height = cols * side, rows * side
-    cells = []
-    for r, row in enumerate(_colours(drawn)):
+def svg(mask: Drawable, *, batch: int = 0, head: int = 0, max_cells: int = MAX_CELLS, notes: bool = True) -> str:
+    """A mask as an SVG drawing with token axes and a legend, and below it the statistics if `notes`."""
+    tiles = mask.tile_map(*mask.BLOCK_SIZE)
+    drawn = picture(tiles, batch=batch, head=head, max_rows=max_cells, max_cols=max_cells)
+    plot = _Plot((0, max(1, drawn.lengths[0])), (0, max(1, drawn.lengths[1])), drawn.full.shape)
+    for r, row in enumerate(colours(drawn)):
         at = 0
         for colour, run in itertools.groupby(row):
-            n = len(list(run))
-            cells.append(
-                f'<rect x="{at * side:g}" y="{r * side:g}" width="{n * side:g}" height="{side:g}" fill="rgb{colour}"/>'
-            )
-            at += n
-    frame = f'<rect width="{width:g}" height="{height:g}" fill="none" stroke="#555" stroke-width="1"/>'
-    lines = (_title(mask, batch, head), *_caption(tile_map, drawn).split("; "))
-    notes = (f'<text x="0" y="{height + 42 + 16 * n:g}">{markup.escape(t)}</text>' for n, t in enumerate(lines))
-    total_w, total_h = max(width, 330) + 2, height + 42 + 16 * len(lines)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total_w:g}" height="{total_h:g}" viewBox="-1 -1 {total_w:g} {total_h:g}" '
-        f'font-family="sans-serif" font-size="12">{"".join(cells)}{frame}{_svg_legend(height + 8)}{"".join(notes)}</svg>'
+            end = at + len(list(run))
+            high, wide = (step * size for step, size in zip(drawn.blocks, drawn.tile, strict=True))
+            plot.cell((r * high, (r + 1) * high), (at * wide, end * wide), f"rgb{colour}")
+            at = end
+    size = "" if drawn.blocks == (1, 1) else f"; a cell is {drawn.blocks[0]} x {drawn.blocks[1]} blocks"
+    kinds = [(name, f"rgb{colour}") for name, colour in KINDS]
+    return plot.drawing(_title(mask, batch, head) + size, kinds, mask.statistics().lines() if notes else [])
+
+
+def window_svg(window: MaskWindow) -> str:
+    """The pairs of a window as an SVG drawing; for very many, what it would show in a line."""
+    if window.kept.numel() > 1 << 16:
+        return f"<div>{markup.escape(window.title())}; print() and figure() show them</div>"
+    plot = _Plot(window.queries, window.keys, window.kept.shape)
+    for q, row in enumerate(window.kept.tolist(), window.queries[0]):
+        at = window.keys[0]
+        for kept, run in itertools.groupby(row):
+            end = at + len(list(run))
+            plot.cell((q, q + 1), (at, end), f"rgb{FULL if kept else EMPTY}")
+            at = end
+    for axis, size in enumerate(window.block):
+        plot.borders(axis, size)
+    return plot.drawing(
+        window.title(), [("dropped", f"rgb{EMPTY}"), ("kept", f"rgb{FULL}")], [f"red lines: blocks of {window.block}"]
     )
 
 
-def _svg_legend(top: float) -> str:
-    parts = []
-    for n, (name, colour) in enumerate((("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))):
-        x = 80 * n
-        parts.append(
-            f'<rect x="{x}" y="{top:g}" width="12" height="12" fill="rgb{colour}" stroke="#555" stroke-width="0.5"/>'
+class _Plot:
+    """A drawing in the making: cells in tokens, axes, a legend."""
+
+    LEFT, TOP = 86.0, 58.0
+
+    def __init__(self, queries: tuple[int, int], keys: tuple[int, int], cells: Sequence[int]) -> None:
+        self.ranges = queries, keys
+        longest = max(b - a for a, b in self.ranges)
+        side = min(PLOT, max(160.0, 24.0 * max(*cells, 1)))
+        self.height, self.width = (max(36.0, side * (b - a) / longest) for a, b in self.ranges)
+        self.parts: list[str] = []
+
+    def at(self, axis: int, token: float) -> float:
+        """Pixels from the plot's corner; a token past the end is at the end."""
+        begin, end = self.ranges[axis]
+        return (min(token, end) - begin) / (end - begin) * (self.height, self.width)[axis]
+
+    def cell(self, queries: tuple[int, int], keys: tuple[int, int], colour: str) -> None:
+        (y, y_end), (x, x_end) = ([self.at(axis, t) for t in span] for axis, span in enumerate((queries, keys)))
+        place = f'x="{x:.7g}" y="{y:.7g}" width="{x_end - x:.7g}" height="{y_end - y:.7g}"'
+        self.parts.append(f'<rect {place} fill="{colour}"/>')
+
+    def borders(self, axis: int, size: int) -> None:
+        """Lines where blocks of so many tokens meet."""
+        begin, end = self.ranges[axis]
+        for token in range(-(-begin // size) * size or size, end, size):
+            at = self.at(axis, token)
+            line = f"M0 {at:.5g}H{self.width:.5g}" if axis == 0 else f"M{at:.5g} 0V{self.height:.5g}"
+            self.parts.append(f'<path d="{line}" stroke="#d1495b" stroke-width="1"/>')
+
+    def _axes(self) -> str:
+        parts = [f'<rect width="{self.width:.5g}" height="{self.height:.5g}" fill="none" stroke="#555"/>']
+        for axis in (0, 1):
+            for token in ticks(*self.ranges[axis], most=5 if (self.height, self.width)[axis] > 100 else 2):
+                at = self.at(axis, token)
+                if axis:
+                    parts.append(f'<path d="M{at:.5g} -5V0" stroke="#555"/>')
+                    parts.append(f'<text x="{at:.5g}" y="-9" text-anchor="middle">{token:,}</text>')
+                else:
+                    parts.append(f'<path d="M-5 {at:.5g}H0" stroke="#555"/>')
+                    parts.append(f'<text x="-9" y="{at + 4:.5g}" text-anchor="end">{token:,}</text>')
+        middle = f"{self.height / 2:.5g}"
+        parts.append(f'<text x="{self.width / 2:.5g}" y="-28" text-anchor="middle">key</text>')
+        left = 20 + 7.2 * max(len(f"{t:,}") for t in ticks(*self.ranges[0]))
+        turned = f'transform="translate(-{left:g} {middle}) rotate(-90)"'
+        parts.append(f'<text {turned} text-anchor="middle">query</text>')
+        return "".join(parts)
+
+    def drawing(self, title: str, kinds: Sequence[tuple[str, str]], notes: Sequence[str]) -> str:
+        """All of it, with a title below, a legend, and lines of notes."""
+        below = self.height + 12
+        parts = [*self.parts, self._axes()]
+        for n, (name, colour) in enumerate(kinds):
+            box = f'x="{80 * n}" y="{below:.5g}" width="12" height="12"'
+            parts.append(f'<rect {box} fill="{colour}" stroke="#555" stroke-width="0.5"/>')
+            parts.append(f'<text x="{80 * n + 17}" y="{below + 10:.5g}">{name}</text>')
+        for n, line in enumerate((title, *notes)):
+            indent = 12 if line.startswith("  ") else 0
+            words = markup.escape(" ".join(line.split()))
+            parts.append(f'<text x="{indent}" y="{below + 32 + 17 * n:.5g}">{words}</text>')
+        longest = max(map(len, (title, *notes)))
+        width = self.LEFT + max(self.width + 30, 6.4 * longest)
+        height = self.TOP + below + 24 + 17 * (1 + len(notes))
+        box = f"{-self.LEFT:g} {-self.TOP:g} {width:.5g} {height:.5g}"
+        style = 'font-family="sans-serif" font-size="12" fill="#222" style="background:white"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.5g}" height="{height:.5g}" viewBox="{box}" {style}>'
+            f"{''.join(parts)}</svg>"
         )
-        parts.append(f'<text x="{x + 17}" y="{top + 10:g}">{name}</text>')
-    return "".join(parts)
 
 
-def _colours(drawn: Picture) -> list[list[tuple[int, ...]]]:
-    """One colour per section: the three colours, mixed by what the section holds; a rare block stays visible."""
-    share = torch.stack((1 - drawn.visited, drawn.partial, drawn.full), -1)
+def ticks(start: int, stop: int, *, most: int = 5) -> list[int]:
+    """A few round positions of a half-open range, among them its ends where they are round: quarters, else 1, 2 or 5 times 10**n."""
+    length = stop - start
+    if start == 0 and length % 4 == 0 and length >= 64 and most >= 5:
+        return [n * length // 4 for n in range(5)]
+    step = next(
+        m * 10**e for e in range(20) for m in (1, 2, 5) if length <= m * 10**e * (most - 1) or m * 10**e > length
+    )
+    return list(range(-(-start // step) * step, stop + 1, step))
+
+
+def colours(drawn: Picture) -> list[list[tuple[int, ...]]]:
+    """One colour per cell: the three colours, mixed by what the cell holds; a rare block stays visible."""
     some = drawn.visited[..., None] > 0
     least = 0.35  # of the colour of the visited blocks
-    visited = share[..., 1:] / drawn.visited[..., None].clamp(min=1e-12)
+    visited = torch.stack((drawn.partial, drawn.full), -1) / drawn.visited[..., None].clamp(min=1e-12)
     weight = drawn.visited[..., None].clamp(min=least)
-    mixed = torch.where(
-        some, torch.cat((1 - weight, visited * weight), -1), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    )
-    colours = (mixed @ torch.tensor([EMPTY, PARTIAL, FULL], dtype=torch.float64)).round().int().tolist()
-    return [[tuple(c) for c in row] for row in colours]
+    nothing = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    mixed = torch.where(some, torch.cat((1 - weight, visited * weight), -1), nothing)
+    found = (mixed @ torch.tensor([EMPTY, PARTIAL, FULL], dtype=torch.float64)).round().int().tolist()
+    return [[tuple(c) for c in row] for row in found]
 
 
 def html(mask: Drawable, *, limit: int = 4) -> str:
-    """The drawings of the first `limit` heads side by side, for a notebook."""
-    *leading, _, _ = mask.shape
-    tile_map = mask.tile_map(*mask.BLOCK_SIZE)
-    differ = (tile_map.batch, tile_map.heads) if len(leading) == 2 else (1, 1)
-    heads = list(itertools.product(range(differ[0]), range(differ[1])))
-    drawings = "".join(f'<div style="margin:4px">{svg(mask, batch=b, head=h)}</div>' for b, h in heads[:limit])
+    """The drawings of the first `limit` heads that differ, side by side, and the statistics, for a notebook."""
+    tiles = mask.tile_map(*mask.BLOCK_SIZE)
+    heads = list(itertools.product(range(tiles.batch), range(tiles.heads))) or [(0, 0)]
+    if len(heads) == 1:
+        return svg(mask) + _formula_html(mask.statistics())
+    drawings = "".join(f"<div>{svg(mask, batch=b, head=h, notes=False)}</div>" for b, h in heads[:limit])
     more = f"<div>and {len(heads) - limit} more heads</div>" if len(heads) > limit else ""
-    return f'<div style="display:flex;flex-wrap:wrap">{drawings}</div>{more}'
+    found = mask.statistics()
+    notes = f"<pre>{markup.escape(str(found))}</pre>"
+    return f'<div style="display:flex;flex-wrap:wrap">{drawings}</div>{more}{notes}{_formula_html(found)}'
 
 
-# ------------------------------------------------------------------------------------------------------------- PNG
-def save_png(
-    mask: Drawable, path: str, *, batch: int = 0, head: int = 0, title: str | None = None, max_cells: int = 256
-) -> None:
-    """Save a mask as a PNG with token axes and a legend; needs matplotlib.
-
-    Args:
-        mask: a BlockMask.
-        path: the file to write.
-        batch, head: which one to draw.
-        title: above the picture; by default the lengths.
-        max_cells: sections along a side, at most.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
-
-    tile_map = mask.tile_map(*mask.BLOCK_SIZE)
-    drawn = picture(tile_map, batch=batch, head=head, max_rows=max_cells, max_cols=max_cells)
-    q_len, kv_len = drawn.lengths
-    aspect = min(2.5, max(0.3, q_len / max(kv_len, 1)))  # a very long side is squeezed; the axes keep the numbers
-    figure = Figure(figsize=(6.0, 6.0 * aspect), dpi=120)
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    pixels = torch.tensor(_colours(drawn), dtype=torch.uint8)
-    if pixels.numel():
-        reach = [n * step * size for n, step, size in zip(drawn.full.shape, drawn.blocks, drawn.tile, strict=True)]
-        axes.imshow(pixels.numpy(), extent=(0, reach[1], reach[0], 0), aspect="auto", interpolation="nearest")
-        axes.set(xlim=(0, kv_len), ylim=(q_len, 0))  # the last block may reach past the end
-    axes.xaxis.tick_top()
-    axes.xaxis.set_label_position("top")
-    axes.set(xlabel="key position", ylabel="query position")
-    axes.set_title(title or _title(mask, batch, head), fontsize=11, pad=10)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-    kinds = (("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))
-    patches = [
-        Patch(facecolor=(colour[0] / 255, colour[1] / 255, colour[2] / 255), edgecolor="#555", label=name)
-        for name, colour in kinds
-    ]
-    note = _caption(tile_map, drawn).replace("; ", "\n")
-    legend = {"ncols": 3, "frameon": False, "title": note, "title_fontsize": 9, "alignment": "center"}
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.02), **legend)
-    figure.savefig(path, bbox_inches="tight")
+def _formula_html(found: MaskStatistics) -> str:
+    return f"<div>${markup.escape(found.latex)}$</div>" if found.latex is not None else ""

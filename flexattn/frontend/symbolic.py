@@ -34,6 +34,10 @@ def to_sympy(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
         >>> to_sympy(trace(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, "mask").program)
         kv_idx <= q_idx
     """
+    return _expression(program.body, captures, numbers)
+
+
+def _expression(body: Expr, captures: Sequence[str] = (), numbers: Sequence[str] = ()) -> Any:
     import sympy
 
     table = meanings(sympy)
@@ -59,7 +63,7 @@ def to_sympy(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
             raise UnsupportedError(f"`{node.op}` has no formula", given="an operation beyond arithmetic", hint=hint)
         return table[node.op](*args)
 
-    return fold([program.body], visit)[0]
+    return fold([body], visit)[0]
 
 
 def to_latex(program: Program, *, captures: Sequence[str] = (), numbers: Sequence[str] = ()) -> str:
@@ -78,9 +82,14 @@ def to_latex(program: Program, *, captures: Sequence[str] = (), numbers: Sequenc
         >>> print(to_latex(trace(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, "mask").program))
         kv_{idx} \\leq q_{idx}
     """
+    return expression_latex(program.body, captures, numbers)
+
+
+def expression_latex(body: Expr, captures: Sequence[str] = (), numbers: Sequence[str] = ()) -> str:
+    """An expression in LaTeX, as `to_latex` writes a program."""
     import sympy
 
-    return str(sympy.latex(to_sympy(program, captures=captures, numbers=numbers), mul_symbol="dot"))
+    return str(sympy.latex(_expression(body, captures, numbers), mul_symbol="dot"))
 
 
 def _named(sympy: Any, names: Sequence[str], node: Expr) -> Any:

@@ -67,6 +67,16 @@ class TorchLists:
         """(B, H, q_len, kv_len)."""
         return self._mask.sizes + self._mask.lengths
 
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """Tokens of a block of the lists, (q, kv). Assigning keeps the lists, whose blocks then mean other tokens."""
+        return self._mask.block
+
+    @BLOCK_SIZE.setter
+    def BLOCK_SIZE(self, block: int | tuple[int, int]) -> None:
+        self._assign({})
+        self._mask = self._mask.changed(block=block_pair(block))
+
     def numel(self) -> int:
         """Pairs of the whole mask, kept or not."""
         return math.prod(self.shape)
@@ -153,9 +163,6 @@ class TorchLists:
         return display.block_text(
             self._mask.tile_map(*self._mask.block), sizes=self._mask.sizes, grid_size=grid_size, limit=limit
         )
-
-    def __str__(self) -> str:
-        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n{self.to_string().strip()}\n)"
 
     def __repr__(self) -> str:
         shapes = (f"    {n}={self._shape_of(n)},\n" for n in (*KV_LISTS, *Q_LISTS))

@@ -96,7 +96,9 @@ def test_c49_statistics_of_packed_documents(device, block) -> None:
     assert mask.density() == 0.1234
     shown = display.text(mask)
     assert "density 12.34% of pairs" in shown
-    assert f"blocks {block[0]} x {block[1]}" in shown
+    assert f"blocks of {block[0]} x {block[1]} tokens" in shown
+    stats = mask.statistics()
+    assert stats.is_exact and stats.kept_pairs == (1234, 1234) and stats.density == (0.1234, 0.1234)
     assert 0 <= mask.sparsity() <= 100
     for text in (shown, str(mask), repr(mask)):
         percentages = [float(x) for x in re.findall(r"(-?[\d.]+)%", text)]

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexattn.errors import UnsupportedError
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask
-from flexattn.frontend.display import EMPTY, FULL, PARTIAL, html, picture, save_png, svg, text
+from flexattn.frontend.display import EMPTY, FULL, PARTIAL, heads_text, html, picture, svg, text, ticks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COLOURS = {f"rgb{EMPTY}": 0, f"rgb{PARTIAL}": 1, f"rgb{FULL}": 2}
@@ -53,9 +54,10 @@ def test_text_has_three_kinds_and_a_legend() -> None:
     symbols = {"·": 0, "▒": 1, "█": 2}
     cells = [[symbols[c] for c in line[1:-1:2]] for line in lines if line.startswith("│")]
     assert cells == make().tile_map(32, 64).dense()[0, 0].tolist()
-    assert lines[-2] == "·· empty  ▒▒ partial  ██ full"
-    density = float(re.search(r"density ([\d.]+)%", lines[-1]).group(1))
-    assert abs(density / 100 - make().density()) < 1e-4
+    assert "·· empty  ▒▒ partial  ██ full" in lines
+    density = next(re.search(r"density ([\d.]+)%", x).group(1) for x in lines if "density" in x)
+    assert abs(float(density) / 100 - make().density()) < 1e-4
+    assert lines[-7:] == str(make().statistics()).splitlines()[-7:]
 
 
 def test_text_names_the_head() -> None:
@@ -65,22 +67,23 @@ def test_text_names_the_head() -> None:
     assert text(mask, batch=1, head=2) != text(mask, batch=1, head=1)
 
 
-def read_svg(drawing: str) -> list[list[int]]:
-    """The kinds of the cells of an SVG whose sections are single blocks."""
+def read_svg(drawing: str, wide: float | None = None) -> list[list[int]]:
+    """The kinds of the cells of an SVG whose sections are single blocks, `wide` pixels each."""
     root = ElementTree.fromstring(drawing)
     cells = [e for e in root if e.tag.endswith("rect") and e.get("stroke") is None]
-    side = float(cells[0].get("height"))
+    wide = min(float(e.get("width")) for e in cells if float(e.get("y")) == 0) if wide is None else wide
     rows: dict[float, list[int]] = {}
     for e in cells:
-        rows.setdefault(float(e.get("y")), []).extend([COLOURS[e.get("fill")]] * round(float(e.get("width")) / side))
+        count = max(1, round(float(e.get("width")) / wide))  # the last cell is cut by the length
+        rows.setdefault(float(e.get("y")), []).extend([COLOURS[e.get("fill")]] * count)
     return [rows[y] for y in sorted(rows)]
 
 
 def test_svg_shows_the_map_and_a_legend() -> None:
     drawing = svg(make())
-    assert read_svg(drawing) == make().tile_map(32, 64).dense()[0, 0].tolist()
+    assert read_svg(drawing, 240 * 64 / 500) == make().tile_map(32, 64).dense()[0, 0].tolist()
     words = " ".join(e.text for e in ElementTree.fromstring(drawing) if e.tag.endswith("text"))
-    for word in ("empty", "partial", "full", "density", "300 queries", "blocks 32 x 64"):
+    for word in ("empty", "partial", "full", "density", "300 queries", "blocks of 32 x 64", "key", "query", "FLOPs"):
         assert word in words
 
 
@@ -89,6 +92,9 @@ def test_html_draws_heads_that_differ() -> None:
     assert html(mask, limit=2).count("<svg") == 2
     assert "and 1 more heads" in html(mask, limit=2)
     assert mask._repr_html_() == html(mask)
+    assert "density" in html(mask, limit=2).split("</svg>")[-1]  # once, below all of them
+    assert "q_{idx}" in make()._repr_html_()  # the closed form
+    assert "picks one" in heads_text(mask, limit=2)
     assert make(batch=4, heads=4)._repr_html_().count("<svg") == 1
 
 
@@ -101,24 +107,48 @@ def test_a_long_mask_draws_small_and_fast() -> None:
     assert time.perf_counter() - begin < 10
     assert len(drawing) < 200_000
     assert max(map(len, lines)) < 140
-    assert len(lines) < 40
-    assert "128 x 128 blocks a cell" in drawing
+    assert len(lines) < 48
+    assert "a cell is 128 x 128 blocks" in drawing
     diagonal = [line[1:-1:2] for line in lines if line.startswith("│")]
-    assert all(line[2 * r] != "·" for r, line in enumerate(diagonal))  # a thin band stays visible
+    assert all(line[r] != "·" for r, line in enumerate(diagonal))  # a thin band stays visible
 
 
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "block"), [(300, 500, (32, 64)), (4000, 64, 16), (1, 4096, 128), (0, 0, 16)]
 )
-def test_png(tmp_path: Path, q_len: int, kv_len: int, block) -> None:
+def test_figure(tmp_path: Path, q_len: int, kv_len: int, block) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     path = tmp_path / "mask.png"
-    save_png(make(q_len, kv_len, block), str(path), title="a title")
+    figure = make(q_len, kv_len, block).figure(title="a title")
+    figure.savefig(path, bbox_inches="tight")
     pixels = torch.from_numpy(matplotlib.image.imread(path))[..., :3]
-    assert 300 < pixels.shape[0] < 3000 or q_len < kv_len / 4
-    assert 400 < pixels.shape[1] < 1500
+    assert 300 < pixels.shape[0] < 1500
+    assert 300 < pixels.shape[1] < 1500
     found = {tuple(c) for c in (pixels[::2, ::2].reshape(-1, 3) * 255).round().int().tolist()}
     assert {EMPTY, PARTIAL, FULL} <= found  # the legend has all three, if the mask has not
+    axes = figure.axes[0]
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("a title", "key", "query")
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["empty", "partial", "full"]
+    assert "density" in axes.texts[0].get_text()
+
+
+def test_figures_need_matplotlib(monkeypatch) -> None:
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for draw in (make().figure, make().window(0, 2, 0, 3).figure):
+        with pytest.raises(UnsupportedError, match="pip install matplotlib"):
+            draw()
+
+
+def test_ticks_are_few_and_round() -> None:
+    assert ticks(0, 1 << 20) == [0, 262144, 524288, 786432, 1048576]
+    assert ticks(0, 1000) == [0, 250, 500, 750, 1000]
+    assert ticks(0, 300, most=2) == [0]
+    assert ticks(101, 150) == [120, 140]
+    for start, stop in ((0, 1), (0, 7), (0, 33), (3, 4), (999, 1040), (0, 1000003)):
+        found = ticks(start, stop)
+        assert len(found) <= 6
+        assert all(start <= n <= stop for n in found)
 
 
 def test_drawing_imports_nothing_heavy() -> None:

@@ -1,0 +1,144 @@
+"""A mask's numbers: exact where they say so, brackets that hold the truth where not, at any length."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import tracemalloc
+
+import pytest
+import torch
+
+from flexattn import mods
+from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.create import create_block_mask
+from flexattn.frontend.statistics import MaskStatistics, statistics
+from tests.frontend.library_masks import BATCH, HEADS, LIBRARY
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IDS = torch.randint(0, 5, (700,), generator=torch.Generator().manual_seed(3))
+MASKS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "by head": lambda b, h, q, k: (q - k < 50 * (h + 1)) & (q >= k),
+    "by batch": lambda b, h, q, k: q + 100 * b >= k,
+    "ids": lambda b, h, q, k: (IDS[q] == IDS[k]) & (q >= k),
+    "hash": lambda b, h, q, k: (q * 7919 + k * 104729) % 97 < 5,
+    "every other": lambda b, h, q, k: (q - k) % 2 == 0,
+    "nothing": lambda b, h, q, k: q < 0,
+    "everything": lambda b, h, q, k: q >= 0,
+}
+
+
+def blocks_of(dense: torch.Tensor, block: tuple[int, int]) -> dict[str, int]:
+    """Empty, partial and full blocks, counted from every pair; cut blocks are not full."""
+    found = {"empty": 0, "partial": 0, "full": 0}
+    for matrix in dense.flatten(0, 1):
+        for rows in matrix.split(block[0]):
+            for cell in rows.split(block[1], 1):
+                whole = tuple(cell.shape) == block and bool(cell.all())
+                found["full" if whole else "partial" if cell.any() else "empty"] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), (100, 7)])
+def test_numbers_against_every_pair(name: str, block: tuple[int, int]) -> None:
+    mask = create_block_mask(MASKS[name], 2, 3, 500, 700, "cpu", BLOCK_SIZE=block)
+    dense, found = mask.to_mask(), mask.statistics()
+    assert found.blocks == blocks_of(dense, block)
+    assert found.is_exact
+    assert found.kept_pairs[0] == int(dense.sum())
+    assert found.density[0] == mask.density() == pytest.approx(dense.double().mean().item(), abs=1e-15)
+    assert found.flops_saved == pytest.approx(mask.sparsity() / 100)
+    for kind, ways in found.decided.items():
+        assert sum(ways.values()) == found.blocks[kind], kind
+    full = found.blocks["full"] * block[0] * block[1]
+    lanes = found.blocks["partial"] * block[0] * block[1]
+    assert found.wasted_lanes[0] == found.wasted_lanes[1]
+    assert found.wasted_lanes[0] == pytest.approx(1 - (int(dense.sum()) - full) / lanes if lanes else 0)
+    assert found.flops(64) == found.flops(32, 96) == 4 * 64 * (lanes + full)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_bracket_holds_the_truth(name: str) -> None:
+    mask = create_block_mask(MASKS[name], 2, 3, 500, 700, "cpu", BLOCK_SIZE=64)
+    tiles = mask.tile_map(64, 64)
+    found = statistics(tiles, sizes=(2, 3), formula=None, most_counted=0)
+    kept = int(mask.to_mask().sum())
+    assert found.kept_pairs[0] <= kept <= found.kept_pairs[1]
+    assert found.source == "bracket" or not found.blocks["partial"]
+    assert 0 <= found.wasted_lanes[0] <= found.wasted_lanes[1] <= 1
+    if found.blocks["partial"]:
+        assert "in the bracket [" in str(found)
+        assert "exact" not in str(found)
+    assert statistics(tiles, sizes=(2, 3), formula=None).kept_pairs == (kept, kept)  # a bracket is not remembered
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_library_masks(name: str) -> None:
+    make, q_len, kv_len = LIBRARY[name]
+    mask = create_block_mask(make(torch.device("cpu")), BATCH, HEADS, q_len, kv_len, "cpu")
+    found = mask.statistics()
+    kept = int(mask.to_mask().sum())
+    assert found.kept_pairs == (kept, kept)
+    assert found.source == ("formula" if found.closed_form and found.blocks["partial"] else "count")
+
+
+def test_a_list_mask() -> None:
+    rule = MASKS["ids"]
+    mask = create_block_mask(rule, 2, 3, 512, 640, "cpu", BLOCK_SIZE=64)
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    listed = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, mask_mod=rule, seq_lengths=(512, 640))
+    found, want = listed.statistics(), mask.statistics()
+    assert (found.blocks, found.kept_pairs, found.closed_form) == (want.blocks, want.kept_pairs, None)
+    assert set(found.decided["partial"]) == {"list"}
+    bracket = statistics(listed.tile_map(64, 64), sizes=(2, 3), formula=None, most_counted=0)
+    assert bracket.kept_pairs[0] <= want.kept_pairs[0] <= bracket.kept_pairs[1]
+
+
+def test_sizes_of_zero() -> None:
+    for sizes in ((None, None, 0, 0), (None, None, 0, 9), (0, 2, 9, 9)):
+        found = create_block_mask(mods.causal(), *sizes, device="cpu").statistics()
+        assert found.kept_pairs == (0, 0)
+        assert found.density == found.wasted_lanes == (0, 0)
+        assert found.flops_saved == 0
+        assert "density 0.00% of pairs" in str(found)
+
+
+def test_how_blocks_were_decided() -> None:
+    found = create_block_mask(mods.causal(), 4, 2, 1000, 1000, "cpu").statistics()
+    proved = {"empty": {"proof": 28}, "partial": {"witnesses": 8, "a ragged end": 7}, "full": {"proof": 21}}
+    eight = {kind: {way: 8 * n for way, n in ways.items()} for kind, ways in proved.items()}  # 4 x 2 share them
+    assert found.decided == eight
+    hashed = create_block_mask(
+        lambda b, h, q, k: (q * 7919 + k * 104729) % 9973 < 3, None, None, 256, 256, "cpu"
+    ).statistics()
+    assert "evaluation" in hashed.decided["empty"] | hashed.decided["partial"]
+
+
+def test_it_is_frozen_and_prints() -> None:
+    found = create_block_mask(mods.sliding_window(100), None, None, 1000, 1000, "cpu").statistics()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.block = (1, 1)
+    assert isinstance(found, MaskStatistics)
+    assert str(found).splitlines()[-1] == "keys of a query: q_idx - 99 <= kv_idx <= q_idx"
+    assert found.latex == r"q_{idx} - 99 \leq kv_{idx} \leq q_{idx}"
+
+
+def test_a_million_tokens_without_dense_work() -> None:
+    n, wide = 1 << 20, 1024
+    grid = lambda b, h, q, k: ((q // wide - k // wide).abs() <= 6) & ((q % wide - k % wide).abs() <= 6)
+    tracemalloc.start()
+    begin = time.perf_counter()
+    exact = create_block_mask(mods.sliding_window(4096), 2, 8, n, n, "cpu").statistics()
+    shown = str(create_block_mask(grid, None, None, n, n, "cpu"))
+    spent, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert exact.kept_pairs == (16 * (4096 * n - 4095 * 4096 // 2),) * 2
+    assert exact.source == "formula"
+    rows = torch.arange(wide)
+    near = (torch.minimum(rows + 6, torch.tensor(wide - 1)) - (rows - 6).clamp(min=0) + 1).sum().item()
+    low, high = (int(x.replace(",", "")) for x in shown.split(" of pairs: ")[1].split(" kept")[0].split(" to "))
+    assert low <= near * near <= high  # 4.8e9 pairs of partial blocks are not counted
+    assert spent < 20
+    assert peak < 64 << 20
