@@ -19,7 +19,9 @@ from torch import Tensor
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.evaluate import without_autocast
 from flexattn.runtime import settings, stats, strict
-from flexattn.runtime.plan import Needs, Plan, Problem, output_like, stride_order
+from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, output_like, stride_order
+
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def backend_module(plan: Plan) -> ModuleType:
@@ -75,8 +77,9 @@ class FlexAttention(torch.autograd.Function):
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
         ctx.plan, ctx.inputs = plan, len(tensors)
-        nothing = out.new_empty(0)
-        ctx.problem = problem.bind(nothing, nothing, nothing, ())
+        ctx.problem = problem.bind(
+            _NOTHING, _NOTHING, _NOTHING, ()
+        )  # what may be freed is held by save_for_backward alone
         ctx.save_for_backward(*tensors, out, lse, *watched)
 
     @staticmethod
@@ -156,6 +159,8 @@ def _empty_outputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 def _in_query_order(out: Tensor, q: Tensor) -> Tensor:
     """out, moved in memory only if its dimensions are not yet laid out in query's order."""
     order = stride_order(q)
+    if out.stride() == dense_strides(tuple(out.shape), order):
+        return out
     if out.permute(order).is_contiguous():
         return out
     return torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device).copy_(out)

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,19 +35,48 @@ class Kernel:
     def __init__(self, source: KernelSource, compiled: Any) -> None:
         self.source, self.compiled = source, compiled
         self.name = source.spec.kernel
-        self.arguments = tuple((n, _marshal(source.signature.get(n))) for n in jit_function(source).arg_names)
+        self.kinds = tuple((n, source.signature.get(n)) for n in jit_function(source).arg_names)
 
     def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches `programs` programs on the current stream; the caller has made `device` current."""
-        if programs <= 0:
+        self.fix(programs, arguments)(arguments, device=device)
+
+    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Launch:
+        """A launch that keeps the grid and every argument but tensors and those named in `changing`."""
+        return Launch(self, programs, arguments, changing)
+
+
+class Launch:
+    """A kernel, its grid and what stays of its arguments; call it with the others, as often as they change."""
+
+    __slots__ = ("changing", "kernel", "programs", "values")
+
+    def __init__(self, kernel: Kernel, programs: int, arguments: dict[str, Any], changing: Collection[str]) -> None:
+        self.kernel, self.programs = kernel, programs
+        self.values: list[Any] = [None] * len(kernel.kinds)
+        self.changing: list[tuple[int, str, Callable[[Any], Any]]] = []
+        for position, (name, kind) in enumerate(kernel.kinds):
+            if kind is None:  # compiled in
+                continue
+            if name in changing or _holds_tensor(kind):
+                self.changing.append((position, name, _marshal(kind, arguments.get(name))))
+            else:
+                self.values[position] = arguments[name]
+
+    def __call__(self, arguments: dict[str, Any], *, device: torch.device) -> None:
+        """Launches on the current stream; the caller has made `device` current."""
+        if self.programs <= 0:
             return
-        values = [None if marshal is None else marshal(arguments[name]) for name, marshal in self.arguments]
+        values = self.values.copy()
+        for position, name, marshal in self.changing:
+            values[position] = marshal(arguments[name])
         stream = stream_of(device)
-        compiled, runtime = self.compiled, _knobs().runtime
-        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
-        metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if hooks[0] is not None else None
-        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, *hooks, *values)
-        stats.record_launch(self.name)
+        compiled, runtime = self.kernel.compiled, _knobs().runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        grid = self.programs, 1, 1
+        metadata = compiled.launch_metadata(grid, stream, *values) if enter is not None else None
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values)
+        stats.record_launch(self.kernel.name)
 
 
 class InterpretedKernel:
@@ -66,6 +95,12 @@ class InterpretedKernel:
         self.function[(programs,)](**typed, **self.constants)
         stats.record_launch(self.name)
 
+    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Callable[..., None]:
+        """As of `Kernel.fix`."""
+        kinds = self.source.signature
+        fixed = {n: x for n, x in arguments.items() if n in kinds and n not in changing and not _holds_tensor(kinds[n])}
+        return lambda others, *, device: self(programs, {**others, **fixed}, device=device)
+
 
 def _typed(value: Any, kind: Any) -> Any:
     """A number as the interpreter's scalar of the signature's type, which its own conversion would guess from the value."""
@@ -82,15 +117,20 @@ def _typed(value: Any, kind: Any) -> Any:
     return tl.tensor(TensorHandle(np.array([value], dtype=numpy_type), scalar), scalar)
 
 
-def _marshal(kind: Any) -> Callable[[Any], Any] | None:
-    """What turns an argument of a signature's type into what the launcher takes; None for what was compiled in."""
-    if kind is None:
-        return None
+def _holds_tensor(kind: Any) -> bool:
+    """Whether an argument of a signature's type is, or has in it, a tensor."""
     if isinstance(kind, tuple):
-        return _addresses if any(k.startswith("*") for k in kind) else _unchanged
+        return any(k.startswith("*") for k in kind)
+    return bool(kind.startswith(("*", "tensordesc")))
+
+
+def _marshal(kind: Any, example: Any) -> Callable[[Any], Any]:
+    """What turns an argument of a signature's type into what the launcher takes; a descriptor's sizes and strides are the example's."""
+    if isinstance(kind, tuple):
+        return _addresses if _holds_tensor(kind) else _unchanged
     if kind.startswith("tensordesc"):  # as in 'tensordesc<bf16[1, 1, 64, 128]>'
         block = [int(n) for n in kind[kind.index("[") + 1 : kind.index("]")].split(",")]
-        return functools.partial(_descriptor, block)
+        return functools.partial(_descriptor, _descriptor_class(), _descriptor_facts(block, example))
     return torch.Tensor.data_ptr if kind.startswith("*") else _unchanged
 
 
@@ -102,14 +142,19 @@ def _addresses(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
 
 
-def _descriptor(block: list[int], tensor: torch.Tensor) -> Any:
-    """A tensor descriptor; the stride of a dimension of one entry may be anything, so it gets one the hardware takes.
+def _descriptor_facts(block: list[int], tensor: torch.Tensor) -> dict[str, Any]:
+    """All of a tensor descriptor but its tensor; the stride of a dimension of one entry may be anything, so it gets one that
+    the hardware takes."""
+    shape, unit = list(tensor.shape), 16 // tensor.element_size()
+    strides = [*(unit if n == 1 else stride for n, stride in zip(shape[:3], tensor.stride())), 1]
+    return {"shape": shape, "strides": strides, "block_shape": block, "padding": "zero"}
 
-    Its own constructor checks again what the layout facts have promised, which takes longer than the launch: it is skipped."""
-    descriptor = _descriptor_class()
-    new, shape, unit = descriptor.__new__(descriptor), list(tensor.shape), 16 // tensor.element_size()
-    new.base, new.shape, new.block_shape, new.padding = tensor, shape, block, "zero"
-    new.strides = [*(unit if n == 1 else stride for n, stride in zip(shape[:3], tensor.stride())), 1]
+
+def _descriptor(kind: Any, facts: dict[str, Any], tensor: torch.Tensor) -> Any:
+    """A tensor descriptor. Its own constructor checks again what the layout facts have promised, which takes longer than the
+    launch: it is skipped."""
+    new = kind.__new__(kind)
+    new.__dict__.update(facts, base=tensor)
     return new
 
 

@@ -1,25 +1,25 @@
 """A Problem and a Plan -> kernel launches: makes span tables and arguments, allocates results, starts kernels.
 
-The idea: which kernel runs (choose.py) rests on facts alone; what changes from call to call (lengths, strides, captured
-tensors, numbers) goes in as arguments. Each of the kernels has one function `start` that allocates results and launches
-whatever was chosen; autotuning calls it with several choices and drops their results.
+The idea: which kernel runs (choose.py) rests on facts alone; lengths and strides go in as arguments. A launch that is ready
+keeps those, so that another call of the same sizes gives it only tensors and captured values. Each of the kernels has one
+function `start` that allocates results and starts a ready launch; autotuning calls it with several and drops their results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.codegen.spec import KernelSpec, fresh_layout, tensor_layout
-from flexattn.codegen.tile_config import delta_config, padded
+from flexattn.codegen.spec import KernelSpec, capture_layout, fresh_layout, tensor_layout, wide_number
+from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
 from flexattn.runtime.compile import first_that_builds, flat_arguments
-from flexattn.runtime.plan import Needs, Plan, Problem, stride_order
+from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import prepare_table, table_of
 
 _LINE_LIMIT = (1 << 31) - 1
@@ -41,21 +41,21 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         CompileError: No configuration could be built.
         OptionError: kernel_options names tiles that are not legal here.
     """
-    q = problem.q  # its order of dimensions is out's
-    pairs, problem = q.shape[0] * q.shape[1], _with_unit_strides(problem)
+    q = problem.q
+    order, problem = _unit_order(q), _with_unit_strides(problem)  # the order of its dimensions is out's
+    out_shape = (*q.shape[:3], problem.v.shape[3])
 
-    def start(chosen: Chosen) -> tuple[Tensor, Tensor, Tensor | None]:
-        out = _unit_like(q, problem.v.shape[3])
+    def start(ready: Ready) -> tuple[Tensor, Tensor, Tensor | None]:
+        out = torch.empty_permuted(out_shape, order, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         peaks = torch.empty_like(lse) if problem.want_max else None
-        walk = _walk(problem, chosen, pairs, transposed=False)
-        results = {"OUT": out, "out_strides": out.stride(), "LSE": lse, "MAX": lse if peaks is None else peaks}
-        arguments = {**_inputs(problem), **walk, **results}
-        chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+        results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
+        ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
         return out, lse, peaks
 
     with devices.current(q.device):
-        return start(choose(problem, plan, "forward", start, want_max=problem.want_max))
+        fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
+        return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
 
 
 def backward(
@@ -96,7 +96,9 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
     Args:
         problem, plan: One call that may need gradients.
     """
-    predicate, ready = None if problem.block_mask is None else problem.block_mask.predicate, ("ready", id(plan))
+    if problem.block_mask is None:  # then lengths say everything
+        return
+    predicate, ready = problem.block_mask.predicate, ("ready", id(plan))
     if predicate is not None and ready in predicate.tables:
         return
     for kernel in ("dq", "dkdv"):
@@ -108,6 +110,8 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
 
 def _with_unit_strides(problem: Problem) -> Problem:
     """The problem over copies of those inputs whose last dimension is not contiguous; each would be read many times."""
+    if problem.q.stride(3) == problem.k.stride(3) == problem.v.stride(3) == 1:
+        return problem
     tensors = {"q": problem.q, "k": problem.k, "v": problem.v}
     copied = {name: x.contiguous() for name, x in tensors.items() if x.stride(3) != 1 and x.shape[3] > 1}
     if not copied:
@@ -122,14 +126,92 @@ def _with_unit_strides(problem: Problem) -> Problem:
     return problem.bind(q, k, v, problem.captures)
 
 
+# ---------------------------------------------------------------- launches that are ready
+_READY_AT_MOST = 256  # of one plan; each holds numbers, no tensor
+_EACH_CALL = ("caps", "sums", "batch_step", "head_step")  # arguments that follow tensors and values, not sizes
+
+
+class Ready(NamedTuple):
+    """A launch for calls of certain sizes, and the tiles it works in."""
+
+    launch: Callable[..., None]
+    config: TileConfig
+    is_transposed: bool
+    in_order: bool  # programs that sum over several lines of the table need one order of tiles in all of them
+
+
+def _run(
+    problem: Problem, plan: Plan, kernel: str, start: Callable[[Ready], Any], fixed: Callable[[], dict[str, Any]],
+    key: tuple[Any, ...], *, common: dict[str, Any] | None = None, **wants: Any,
+) -> Any:  # fmt: skip
+    """Starts the launch of a kernel that is ready for these sizes, or makes it ready.
+
+    Args:
+        problem, plan: One call.
+        kernel: 'forward', 'dq' or 'dkdv'.
+        start: Allocates results and starts the launch it is given.
+        fixed: Makes the arguments that this kernel has beside those of every kernel, as far as they are sizes.
+        key: What `fixed` rests on beside the sizes of q, k and v.
+        common: Of a backward kernel, the arguments it shares with the others.
+        wants: Fields of the kernel's spec.
+    """
+    d_out = None if common is None else common["D_OUT"]
+    whole_key = (kernel, _sizes(problem), None if d_out is None else _facts(d_out), *key, *wants.values())
+    known: dict[Any, Ready] = plan.memo.setdefault("ready", {})
+    ready = known.get(whole_key)
+    if ready is not None:
+        return start(ready)
+    arguments = {**_fixed(problem, kernel), **fixed(), **({} if d_out is None else {"d_out_strides": d_out.stride()})}
+    examples = {**_inputs(problem), "D_OUT": d_out}
+    make = lambda chosen: _ready(problem, kernel, chosen, {**arguments, **examples})
+    layout = None if d_out is None else tensor_layout(d_out)
+    ready = make(choose(problem, plan, kernel, lambda chosen: start(make(chosen)), d_out=layout, **wants))
+    if not devices.is_capturing(problem.q.device):  # a call then times nothing, a later one may
+        if len(known) >= _READY_AT_MOST:
+            known.clear()
+        known[whole_key] = ready
+    return start(ready)
+
+
+def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, Any]) -> Ready:
+    q, k, config = problem.q, problem.k, chosen.config
+    is_transposed = kernel == "dkdv"
+    pairs = k.shape[0] * k.shape[1] if is_transposed else q.shape[0] * q.shape[1]
+    length, tile = (k.shape[2], config.BLOCK_N) if is_transposed else (q.shape[2], config.BLOCK_M)
+    lines = -(-length // tile)
+    walk = {"pairs": pairs, "lines": lines, "swizzle": _swizzle(problem, pairs, lines, is_transposed)}
+    launch = chosen.kernel.fix(pairs * lines, {**arguments, **walk}, changing=_EACH_CALL)
+    return Ready(launch, config, is_transposed, in_order=is_transposed and pairs != q.shape[0] * q.shape[1])
+
+
+def _sizes(problem: Problem) -> tuple[Any, ...]:
+    """What the arguments that are not tensors or captured values follow from, and the facts that choose a kernel."""
+    q, mask = problem.q, problem.block_mask
+    captures, numbers = bound(problem)
+    return (
+        q.device.index, problem.scale, q.shape, problem.k.shape, _facts(q), _facts(problem.k), _facts(problem.v),
+        problem.v.shape[3], None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE,
+        tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)),
+    )  # fmt: skip
+
+
+def _facts(x: Tensor) -> tuple[tuple[int, ...], int]:
+    """What a launch's arguments and its kernel's layout facts rest on, beside the shape."""
+    return x.stride(), x.data_ptr() % 16
+
+
 # ---------------------------------------------------------------- arguments
 def _inputs(problem: Problem) -> dict[str, Any]:
-    """Arguments every attention kernel has."""
+    """The tensors and captured values that every attention kernel has."""
+    return {"Q": problem.q, "K": problem.k, "V": problem.v, "caps": flat_arguments(*bound(problem))}
+
+
+def _fixed(problem: Problem, kernel: str) -> dict[str, Any]:
+    """The sizes that every attention kernel has."""
     q, k, v = problem.q, problem.k, problem.v
     return {
-        "Q": q, "K": k, "V": v, "q_strides": q.stride(), "k_strides": _kv_strides(k), "v_strides": _kv_strides(v),
-        "scale": float(problem.scale), "q_heads": q.shape[1], "group": q.shape[1] // k.shape[1], "q_len": q.shape[2],
-        "kv_len": k.shape[2], "caps": flat_arguments(*bound(problem)),
+        "q_strides": q.stride(), "k_strides": _kv_strides(k), "v_strides": _kv_strides(v), "scale": float(problem.scale),
+        "q_heads": q.shape[1], "group": q.shape[1] // k.shape[1], "q_len": q.shape[2], "kv_len": k.shape[2],
     }  # fmt: skip
 
 
@@ -138,20 +220,14 @@ def _kv_strides(x: Tensor) -> tuple[int, ...]:
     return (0 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:])
 
 
-def _walk(problem: Problem, chosen: Chosen, pairs: int, *, transposed: bool) -> dict[str, Any]:
-    """The span table of the chosen tiles, and how programs are numbered."""
-    q, k = problem.q, problem.k
-    config = chosen.config
-    length, tile = (k.shape[2], config.BLOCK_N) if transposed else (q.shape[2], config.BLOCK_M)
-    lines = -(-length // tile)
-    walk: dict[str, Any] = {"pairs": pairs, "lines": lines, "batch_step": 0, "head_step": 0}
-    walk["swizzle"] = _swizzle(problem, pairs, lines, transposed)
-    rows, extra, batch, heads = table_of(problem, config, transposed=transposed)
-    if transposed and (heads > 1 or batch > 1) and pairs != q.shape[0] * q.shape[1]:
-        order = rows[:, :, 0].argsort(1)  # programs that sum over several lines need one order of tiles in all of them
+def _table(problem: Problem, ready: Ready) -> dict[str, Any]:
+    """The span table of the chosen tiles, and how programs find their line of it."""
+    rows, extra, batch, heads = table_of(problem, ready.config, transposed=ready.is_transposed)
+    if ready.in_order and (heads > 1 or batch > 1):
+        order = rows[:, :, 0].argsort(1)
         rows = rows.gather(1, order[:, :, None].expand(rows.shape))
     steps = {"batch_step": heads if batch > 1 else 0, "head_step": 1 if heads > 1 else 0}
-    return {**walk, **steps, "ROWS": rows, "EXTRA": extra}
+    return {"ROWS": rows, "EXTRA": extra, **steps}
 
 
 def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
@@ -169,23 +245,33 @@ def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
 def run_delta(
     problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
 ) -> dict[str, Any]:
-    """Runs the pre-pass; returns the arguments both gradient kernels share."""
-    batch, heads, q_len, v_dim = out.shape
-    target = devices.target_for(out.device)
-    spec = KernelSpec(
-        kernel="delta", target=target, config=delta_config(padded(v_dim), out.element_size()), qk_dim=v_dim, v_dim=v_dim,
-        layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),), has_d_lse=d_lse is not None,
-    )  # fmt: skip
-    _, kernel = first_that_builds([spec], out.device)
+    """Runs the pre-pass; returns the tensors and captured values that both gradient kernels have."""
     delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
-    lines = -(-q_len // spec.config.BLOCK_M)
-    arguments = {
-        "OUT": out, "D_OUT": d_out, "LSE": lse, "D_LSE": lse if d_lse is None else d_lse.to(torch.float32).contiguous(),
-        "DELTA": delta, "ROW_LSE": row_lse, "out_strides": out.stride(), "d_out_strides": d_out.stride(),
-        "q_heads": heads, "q_len": q_len, "pairs": batch * heads, "lines": lines,
-    }  # fmt: skip
-    kernel(batch * heads * lines, arguments, device=out.device)
-    return {**_inputs(problem), "D_OUT": d_out, "d_out_strides": d_out.stride(), "DELTA": delta, "ROW_LSE": row_lse}
+    launch = _delta_launch(plan, out, d_out, d_lse is not None)
+    d_lse = lse if d_lse is None else d_lse.to(torch.float32).contiguous()
+    terms = {"D_OUT": d_out, "DELTA": delta, "ROW_LSE": row_lse}
+    launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, **terms}, device=out.device)
+    return {**_inputs(problem), **terms}
+
+
+def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> Callable[..., None]:
+    key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse)
+    known: dict[Any, Callable[..., None]] = plan.memo.setdefault("delta", {})
+    if key not in known:
+        batch, heads, q_len, v_dim = out.shape
+        spec = KernelSpec(
+            kernel="delta", target=devices.target_for(out.device), config=delta_config(padded(v_dim), out.element_size()),
+            qk_dim=v_dim, v_dim=v_dim, layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),),
+            has_d_lse=has_d_lse,
+        )  # fmt: skip
+        _, kernel = first_that_builds([spec], out.device)
+        lines = -(-q_len // spec.config.BLOCK_M)
+        fixed = {
+            "out_strides": out.stride(), "d_out_strides": d_out.stride(), "q_heads": heads, "q_len": q_len,
+            "pairs": batch * heads, "lines": lines,
+        }  # fmt: skip
+        known[key] = kernel.fix(batch * heads * lines, fixed)
+    return known[key]
 
 
 def run_dq(
@@ -196,19 +282,18 @@ def run_dq(
     slots = tuple(i for i, need in enumerate(need_captures) if need)
     if not need_q and not slots:
         return None, (None,) * len(need_captures)
-    captures, pairs = problem.captures, q.shape[0] * q.shape[1]
+    captures, order = problem.captures, _unit_order(q)
 
-    def start(chosen: Chosen) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        dq = _unit_like(q, q.shape[3]) if need_q else None
+    def start(ready: Ready) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        dq = torch.empty_permuted(q.shape, order, dtype=q.dtype, device=q.device) if need_q else None
         sums = tuple(torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in slots)
-        walk = _walk(problem, chosen, pairs, transposed=False)
-        target = q if dq is None else dq
-        arguments = {**common, **walk, "DQ": target, "dq_strides": target.stride(), "sums": sums or (0,)}
-        chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+        results = {"DQ": q if dq is None else dq, "sums": sums or (0,)}
+        ready.launch({**common, **_table(problem, ready), **results}, device=q.device)
         return dq, sums
 
+    fixed = lambda: {"dq_strides": dense_strides(tuple(q.shape), order)}
     wants = {"want_dq": need_q, "capture_grads": slots}
-    dq, sums = start(choose(problem, plan, "dq", start, d_out=tensor_layout(common["D_OUT"]), **wants))
+    dq, sums = _run(problem, plan, "dq", start, fixed, (order,), common=common, **wants)
     by_slot = {slot: total.to(captures[slot].dtype) for slot, total in zip(slots, sums)}
     return dq, tuple(by_slot.get(i) for i in range(len(need_captures)))
 
@@ -220,28 +305,29 @@ def run_dkdv(
     if not need_k and not need_v:
         return None, None
     q, k, v = problem.q, problem.k, problem.v
-    pairs = k.shape[0] * k.shape[1]
-    repeats = q.shape[0] * q.shape[1] // pairs
+    k_order, v_order = _unit_order(k), _unit_order(v)
 
-    def start(chosen: Chosen) -> tuple[Tensor | None, Tensor | None]:
-        dk, dv = (_unit_like(k, k.shape[3]) if need_k else None), (_unit_like(v, v.shape[3]) if need_v else None)
-        walk = _walk(problem, chosen, pairs, transposed=True)
-        dk_target, dv_target = (k if dk is None else dk), (v if dv is None else dv)
-        arguments = {
-            **common, **walk, "DK": dk_target, "DV": dv_target, "dk_strides": dk_target.stride(),
-            "dv_strides": dv_target.stride(), "repeats": repeats,
-        }  # fmt: skip
-        chosen.kernel(pairs * walk["lines"], arguments, device=q.device)
+    def start(ready: Ready) -> tuple[Tensor | None, Tensor | None]:
+        dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device) if need_k else None
+        dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device) if need_v else None
+        results = {"DK": k if dk is None else dk, "DV": v if dv is None else dv}
+        ready.launch({**common, **_table(problem, ready), **results}, device=q.device)
         return dk, dv
 
-    wants = {"want_dk": need_k, "want_dv": need_v}
-    return start(choose(problem, plan, "dkdv", start, d_out=tensor_layout(common["D_OUT"]), **wants))
+    fixed = lambda: {
+        "dk_strides": dense_strides(tuple(k.shape), k_order), "dv_strides": dense_strides(tuple(v.shape), v_order),
+        "repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]),
+    }  # fmt: skip
+    key, wants = (k_order, v_order), {"want_dk": need_k, "want_dv": need_v}
+    result: tuple[Tensor | None, Tensor | None]
+    result = _run(problem, plan, "dkdv", start, fixed, key, common=common, **wants)
+    return result
 
 
-def _unit_like(x: Tensor, dim: int) -> Tensor:
-    """An uninitialised tensor in x's dtype and order of dimensions, but with the last one, `dim`, contiguous."""
-    order = [d for d in stride_order(x) if d != 3] + [3]
-    return torch.empty_permuted((*x.shape[:3], dim), order, dtype=x.dtype, device=x.device)
+def _unit_order(x: Tensor) -> tuple[int, ...]:
+    """x's dimensions from the slowest to the fastest in memory, but with the last one fastest."""
+    order = stride_order(x)
+    return order if order[3] == 3 else (*(d for d in order if d != 3), 3)
 
 
 __all__ = ["backward", "forward", "make_tile_maps"]

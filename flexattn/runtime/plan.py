@@ -306,3 +306,15 @@ def _stride_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...
         size *= max(shape[d], 1)
     steps = [s if s > 0 and n > 1 else usual for s, n, usual in zip(strides, shape, natural)]
     return tuple(sorted(range(len(shape)), key=lambda d: (-steps[d], d)))
+
+
+@functools.lru_cache(maxsize=4096)
+def dense_strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in memory in that order, the slowest first.
+
+    Example:
+        >>> dense_strides((2, 3, 5, 7), (0, 2, 1, 3))
+        (105, 7, 21, 1)
+    """
+    strides: tuple[int, ...] = torch.empty_permuted(shape, order, device="meta").stride()
+    return strides
