@@ -18,7 +18,7 @@ FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may i
 FRONTEND = [
     "eager", "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate",
     "interval", "box_bounds", "symbolic", "gradient", "spans", "closed_form", "refine", "tile_search", "slices",
-    "algebra", "periodic", "tile_map", "statistics", "row", "mask_functions", "predicate_mask", "block_lists", "list_mask", "display", "figures",
+    "algebra", "periodic", "tile_map", "statistics", "row_tape", "row", "mask_functions", "predicate_mask", "block_lists", "list_mask", "display", "figures",
     "mask_window", "torch_lists", "mask_views", "mask_operations", "mask_pytree", "saved", "block_mask", "stack", "create",
     "check",
 ]  # fmt: skip

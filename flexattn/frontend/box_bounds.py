@@ -21,6 +21,7 @@ from flexattn.frontend.simplify import simplify
 
 Ends = tuple[Expr, Expr]
 _ENDS = {"b": ("b", "b"), "h": ("h", "h"), "q_idx": ("q_lo", "q_hi"), "kv_idx": ("kv_lo", "kv_hi")}
+_ROW_ENDS = _ENDS | {"q_idx": ("q_idx", "q_idx")}
 _UNKNOWN: Ends = (const(False, torch.bool), const(True, torch.bool))
 
 
@@ -38,11 +39,12 @@ class BoxBounds(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def box_bounds(program: Program) -> BoxBounds:
+def box_bounds(program: Program, *, of_rows: bool = False) -> BoxBounds:
     """Bounds of a mask over boxes, as expressions.
 
     Args:
         program: a mask program.
+        of_rows: boxes are one query high, and its index is q_idx.
 
     Returns:
         must and may; both are sound for every box, and `must` false with `may` true is undecided. Float arithmetic and reads
@@ -55,14 +57,14 @@ def box_bounds(program: Program) -> BoxBounds:
 
     Source: interval arithmetic (R. E. Moore, Interval Analysis, 1966), on symbolic ends.
     """
-    tracer = Trace(_AllLiteral(), remember=False)  # type: ignore[arg-type]
+    tracer, variables = Trace(_AllLiteral(), remember=False), _ROW_ENDS if of_rows else _ENDS  # type: ignore[arg-type]
 
     def visit(node: Expr, args: list[Ends | None]) -> Ends | None:
         if any(a is None for a in args) or node.dtype.is_floating_point:
             return _UNKNOWN if node.dtype == torch.bool else None
         known = [a for a in args if a is not None]
         if node.op == "var":
-            low, high = _ENDS[str(node.attr)]
+            low, high = variables[str(node.attr)]
             return var(low), var(high)
         if node.op in ("const", "num"):
             return node, node

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class Table:
         self._sorted: bool | None = None
         self._levels: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sets: torch.Tensor | None = None
+        self._order: tuple[Any, Any] | None = None  # NumPy: positions by value, and their values
 
     def flat_range(self, index: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(lo, hi, some position may be out of range) of the flat positions; a range across zero wraps, so covers its dimension."""
@@ -97,6 +99,18 @@ class Table:
             groups = padded.reshape(-1, 1 << shift)
             self._levels = (_doubling(groups.amin(1), torch.minimum), _doubling(groups.amax(1), torch.maximum))
         return self._levels
+
+    def positions(self, value: int, length: int) -> Any:
+        """Where among the first `length` elements of a CPU tensor a whole number is, in order (a NumPy array)."""
+        if self._order is None or len(self._order[0]) != length:
+            data = self.data[:length].numpy()
+            order = np.argsort(data, kind="stable")
+            self._order = (order if length > _GROUPS << 16 else order.astype(np.int32), data[order])
+        order, values = self._order
+        if not np.iinfo(values.dtype).min <= value <= np.iinfo(values.dtype).max:
+            return order[:0]
+        sought = values.dtype.type(value)  # a wider type would copy all values
+        return order[values.searchsorted(sought) : values.searchsorted(sought, "right")]
 
     def values(self, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         """64-bit sets of the values (modulo 64) in the groups of 64 that [lo, hi] touches; disjoint sets prove inequality."""

@@ -1,7 +1,8 @@
 """The kept keys of one query, as runs: what a step of decoding reads, without a table of all rows.
 
 Reads a traced mask, sizes and a position; makes runs of tokens. The one idea: bounds over some sqrt(kv_len) stretches of keys
-leave few stretches open, and only in those is the mask evaluated key by key.
+leave few stretches open, and only in those is the mask evaluated key by key; where many stay open because keys in no order
+must have the query's value (unsorted documents), the keys of each value are listed once.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.evaluate import evaluate
+from flexattn.frontend.expr import DEP_KV, Expr, const, make, var
 from flexattn.frontend.interval import Tables, bounds
 from flexattn.frontend.program import Traced
 from flexattn.frontend.refine import POINTS_AT_ONCE
+from flexattn.frontend.row_tape import Tape, has_steps
+from flexattn.frontend.simplify import simplify
 from flexattn.frontend.spans import Grid, Spans
 from flexattn.frontend.tile_map import misread, raise_misread
 
 LEAST_STRETCH = 64
+FEW = 32  # stretches that are evaluated rather than looked up
 Edges = tuple[Any, Any]  # starts and stops of runs, int64 arrays
 
 
@@ -41,7 +46,10 @@ class RowFinder:
         self.b, self.h = group // max(grid.heads, 1), group % max(grid.heads, 1)
         self.first = torch.arange(0, grid.kv_len, self.stretch, device=device)
         self.last = (self.first + (self.stretch - 1)).clamp(max=grid.kv_len - 1)
-        self.step = torch.arange(self.stretch, device=device)
+        on_host = device.type == "cpu" and all(t.device.type == "cpu" for t in traced.binding.captures)
+        ends = box_bounds(traced.program, of_rows=True)[:2]
+        has_tapes = on_host and has_steps([traced.program.body, *ends]) and not tables.may_wrap(traced.program.body)
+        self.tapes = _Tapes(self) if has_tapes and grid.groups and grid.kv_len else None
 
     @torch.no_grad()
     def find(self, position: int) -> Spans:
@@ -63,31 +71,125 @@ class RowFinder:
         groups, kv_len, stretch = self.grid.groups, self.grid.kv_len, self.stretch
         if not groups or not kv_len:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        q = torch.full((1, 1), position, device=self.device)
-        index: dict[str, Any] = {"b": (self.b, self.b), "h": (self.h, self.h), "q_idx": (q, q)}
-        index["kv_idx"], shape = (self.first, self.last), (groups, len(self.first))
-        must, may = (x.expand(shape).cpu().numpy() for x in bounds(traced.program, self.tables, **index))
+        tapes = self.tapes if traced is self.traced else None
+        must, may = tapes.bounds(position) if tapes else self._bounds(traced, position)
+        undecided = np.flatnonzero(may & ~must)
+        if tapes and len(undecided) > FEW and tapes.equality and (listed := tapes.equality.runs(position)):
+            return listed
         group, start, stop = _edges(must)
         origin = group * (kv_len + 1)
         found = [(origin + start * stretch, origin + np.minimum(stop * stretch, kv_len))]
-        undecided = np.flatnonzero(may & ~must)
         at_once = max(1, POINTS_AT_ONCE // stretch)
         for at in range(0, len(undecided), at_once):
-            found.append(self._evaluated(traced, q, undecided[at : at + at_once]))
+            found.append(self._evaluated(traced, position, undecided[at : at + at_once]))
         return _joined(found)
 
-    def _evaluated(self, traced: Traced, q: Tensor, undecided: Any) -> Edges:
+    def _bounds(self, traced: Traced, position: int) -> tuple[Any, Any]:
+        """(must, may) of each stretch [groups, stretches], by a pass over the op table."""
+        q = torch.full((1, 1), position, device=self.device)
+        index: dict[str, Any] = {"b": (self.b, self.b), "h": (self.h, self.h), "q_idx": (q, q)}
+        index["kv_idx"], shape = (self.first, self.last), (self.grid.groups, len(self.first))
+        must, may = (x.expand(shape).cpu().numpy() for x in bounds(traced.program, self.tables, **index))
+        return must, may
+
+    def _evaluated(self, traced: Traced, position: int, undecided: Any) -> Edges:
         """Runs in stretches, counted through all groups, key by key."""
-        kv_len, many = self.grid.kv_len, self.first.shape[0]
-        group, begin = undecided // many, undecided % many * self.stretch
-        at = torch.from_numpy(np.stack((group, begin))).to(self.device)
-        keys = (at[1][:, None] + self.step).clamp_(max=kv_len - 1)
-        b, h = (x[at[0]] if self.grid.groups > 1 else x for x in (self.b, self.h))
-        kept = evaluate(*traced, b=b, h=h, q_idx=q, kv_idx=keys).to(self.device)
-        line, start, stop = _edges(kept.expand(keys.shape).cpu().numpy())
+        kv_len, many = self.grid.kv_len, len(self.first)
+        group, begin = np.divmod(undecided, many)
+        begin *= self.stretch
+        keys = np.minimum(begin[:, None] + np.arange(self.stretch), kv_len - 1)
+        if self.tapes and traced is self.traced:
+            kept = self.tapes.kept(position, group, keys)
+        else:
+            kept = self._kept(traced, position, group, keys)
+        line, start, stop = _edges(kept)
         origin = (group * (kv_len + 1) + begin)[line]
         end = (group * (kv_len + 1) + kv_len)[line]  # past it the last key was evaluated again
         return np.minimum(origin + start, end), np.minimum(origin + stop, end)
+
+    def _kept(self, traced: Traced, position: int, group: Any, keys: Any) -> Any:
+        """The mask at keys [n, stretch] of n groups, by a pass over the op table."""
+        q = torch.full((1, 1), position, device=self.device)
+        at = torch.from_numpy(group).to(self.device)
+        b, h = (x[at] if self.grid.groups > 1 else x for x in (self.b, self.h))
+        kept = evaluate(*traced, b=b, h=h, q_idx=q, kv_idx=torch.from_numpy(keys).to(self.device)).to(self.device)
+        return kept.expand(keys.shape).cpu().numpy()
+
+
+class _Tapes:
+    """A mask of whole numbers as steps of NumPy: bounds of every stretch of a row, and the mask at points."""
+
+    def __init__(self, finder: RowFinder) -> None:
+        program, grid = finder.traced.program, finder.grid
+        found = box_bounds(program, of_rows=True)
+        self.shape = (grid.groups, len(finder.first))
+        self.b, self.h = finder.b.numpy(), finder.h.numpy()
+        known = {"b": self.b, "h": self.h, "kv_lo": finder.first.numpy(), "kv_hi": finder.last.numpy()}
+        self.box = Tape([found.must, found.may], finder.tables, known)
+        self.point = Tape([program.body], finder.tables, {})
+        parts = _equality(program.body) if grid.groups == 1 else None
+        self.equality = _Equality(*parts, finder) if parts else None
+
+    def bounds(self, position: int) -> tuple[Any, Any]:
+        """(must, may) of each stretch [groups, stretches]."""
+        must, may = (np.broadcast_to(x, self.shape) for x in self.box(q_idx=np.int64(position)))
+        return must, may
+
+    def kept(self, position: int, group: Any, keys: Any) -> Any:
+        """The mask at keys [n, stretch] of n groups."""
+        found = self.point(b=self.b[group], h=self.h[group], q_idx=np.int64(position), kv_idx=keys)[0]
+        return np.broadcast_to(found, keys.shape)
+
+
+class _Equality:
+    """A mask that keeps only keys at which a captured tensor has the row's value: those keys are listed, by value.
+
+    Args:
+        read: the captured tensor at kv_idx.
+        value: what it must equal, without kv_idx.
+        rest: what else must hold.
+        finder: of the rows.
+    """
+
+    def __init__(self, read: Expr, value: Expr, rest: Expr, finder: RowFinder) -> None:
+        self.table, self.kv_len = finder.tables[read.attr[0]], finder.grid.kv_len
+        where = {"b": np.int64(0), "h": np.int64(0)}
+        self.value, self.rest = Tape([value], finder.tables, where), Tape([rest], finder.tables, where)
+        self.asked = 0
+
+    def runs(self, position: int) -> Edges | None:
+        """The row; None for the first one, for which the list would have to be made."""
+        self.asked += 1
+        if self.asked == 1 or len(self.table.data) < self.kv_len:
+            return None
+        q = np.int64(position)
+        keys = self.table.positions(int(self.value(q_idx=q)[0]), self.kv_len)
+        kept = self.rest(q_idx=q, kv_idx=keys)[0]
+        keys = keys[kept] if np.ndim(kept) else keys if kept else keys[:0]
+        gap = np.flatnonzero(keys[1:] != keys[:-1] + 1)
+        start = keys[np.concatenate(([0], gap + 1))[: len(keys)]]
+        return start.astype(np.int64), keys[np.concatenate((gap, [-1]))[: len(keys)]].astype(np.int64) + 1
+
+
+def _equality(body: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """(read of a captured tensor at kv_idx, what it equals, all other conditions) of a conjunction with such a part."""
+    parts, todo = [], [body]
+    while todo:
+        node = todo.pop()
+        if node.op == "and" and node.dtype == torch.bool:
+            todo += node.args
+        else:
+            parts.append(node)
+    for at, part in enumerate(parts):
+        for read, value in (
+            (part.args, part.args[::-1]) if part.op == "eq" and part.args[0].dtype == torch.int64 else ()
+        ):
+            if read.op == "load" and read.args == (var("kv_idx"),) and not value.deps & DEP_KV:
+                rest = const(True, torch.bool)
+                for other in parts[:at] + parts[at + 1 :]:
+                    rest = make("and", rest, other)
+                return read, value, simplify(rest)
+    return None
 
 
 def _edges(kept: Any) -> tuple[Any, Any, Any]:

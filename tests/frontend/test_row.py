@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 
 from flexattn.errors import CaptureIndexError, StaleMaskError
+from flexattn.frontend import row, row_tape
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask
+from flexattn.frontend.ops import OPS
 from flexattn.frontend.spans import Spans, cover
 from tests.frontend.mask_families import BATCH, HEADS, brute, families
 
@@ -67,6 +70,61 @@ def test_long_rows() -> None:
         near = [[0, p + 1]] if p < 1028 else [[0, 4], [p - 1023, p + 1]]
         assert torch.stack(sink.row(p)[1:], 1).tolist() == near
         assert torch.stack(documents.row(p)[1:], 1).tolist() == [[p // 30_011 * 30_011, p + 1]]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_of_every_mask_by_a_pass_over_the_op_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for masks of floats, and on a GPU."""
+    monkeypatch.setattr(row, "has_steps", lambda roots: False)
+    mask = create_block_mask(MASKS[name], BATCH, HEADS, Q, K, "cpu")
+    want = brute(MASKS[name], BATCH, HEADS, Q, K)
+    for position in (0, 64, 165, -1):
+        check(mask.row(position), want[:, :, position])
+
+
+UNSORTED = torch.randint(-3, 20, (5000,), generator=torch.Generator().manual_seed(3))
+BY_VALUE = {
+    "documents": lambda b, h, q, k: UNSORTED[q] == UNSORTED[k],
+    "documents, causal": lambda b, h, q, k: (q >= k) & (UNSORTED[k] == UNSORTED[q]) & (q - k < 3000),
+    "small integers": lambda b, h, q, k: UNSORTED.to(torch.int8)[k] == UNSORTED[q] * 7,
+    "another condition is false": lambda b, h, q, k: (UNSORTED[k] == 5) & (q > 100),
+    "a shorter tensor": lambda b, h, q, k: (k < 4000) & (UNSORTED[:4000][k] == UNSORTED[q]),
+    "not a conjunction": lambda b, h, q, k: (UNSORTED[k] == UNSORTED[q]) | (k == 7),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_rows_of_keys_listed_by_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More stretches than a few stay open; the second such row makes the list."""
+    monkeypatch.setattr(row, "FEW", 3)
+    mask = create_block_mask(BY_VALUE[name], None, None, 5000, 4500, "cpu")
+    for position in (4999, 0, 100, 101, 2500, 4999):
+        want = torch.zeros(1, 1, 4500, dtype=torch.bool)
+        keys = torch.arange(4000 if name == "a shorter tensor" else 4500)
+        want[0, 0, : len(keys)] = BY_VALUE[name](torch.tensor(0), torch.tensor(0), torch.tensor(position), keys)
+        check(mask.row(position), want)
+
+
+def test_a_list_by_value_does_not_outlive_its_tensor() -> None:
+    ids = UNSORTED.clone()
+    mask = lambda: create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 5000, 5000, "cpu")
+    kept = mask()
+    for _ in range(3):
+        kept.row(7)
+    ids[7] = 1000
+    with pytest.raises(StaleMaskError):
+        kept.row(7)
+    assert mask().row(7).start.tolist() == [7]
+
+
+def test_steps_are_what_torch_computes() -> None:
+    """Every step of a tape, on corners and on random numbers."""
+    a = torch.tensor([-(1 << 40), -65, -64, -7, -1, 0, 1, 2, 3, 63, 64, 65, 1 << 40])
+    a, b = a[:, None], a[None]
+    for name, step in row_tape.STEPS.items():
+        operands = {1: (a,), 2: (a, b), 3: (a > b, a, b)}[OPS[name].arity]
+        want = OPS[name].eval(*operands)
+        assert torch.equal(torch.from_numpy(np.array(step(*(x.numpy() for x in operands)))), want), name
 
 
 def test_rows_that_cannot_be_found() -> None:
