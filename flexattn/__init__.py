@@ -20,6 +20,7 @@ from flexattn.runtime.settings import FlexPerformanceWarning
 from flexattn.runtime.stats import reset_stats, stats
 
 if TYPE_CHECKING:
+    from flexattn import ordering
     from flexattn.runtime.explain import explain
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "mods",
     "noop_mask",
     "or_masks",
+    "ordering",
     "reset_stats",
     "stack_masks",
     "stats",
@@ -53,6 +55,10 @@ def __getattr__(name: str) -> Any:
         from flexattn.runtime.explain import explain
 
         return explain
+    if name == "ordering":  # few masks are of images
+        import importlib
+
+        return importlib.import_module("flexattn.ordering")
     raise AttributeError(f"module 'flexattn' has no attribute {name!r}")
 
 

@@ -14,13 +14,14 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flexattn"
 FOLDERS = ["errors", "frontend", "codegen", "runtime", "__init__"]  # each may import those to its left
+TOOLS = ["mods", "ordering"]  # files at the top that users import beside the package's own names
 # Order inside frontend is import order, as the design lists it.
 FRONTEND = [
     "eager", "source", "ops", "expr", "numbers", "program", "proxy", "torch_functions", "simplify", "trace", "evaluate",
-    "interval", "box_bounds", "symbolic", "gradient", "spans", "closed_form", "refine", "tile_search", "slices",
-    "algebra", "periodic", "tile_map", "statistics", "row_tape", "row", "mask_functions", "predicate_mask", "block_lists", "list_mask", "display", "figures",
-    "mask_window", "torch_lists", "mask_views", "mask_operations", "mask_pytree", "saved", "block_mask", "stack", "create",
-    "check",
+    "interval", "box_bounds", "symbolic", "gradient", "spans", "closed_form", "refine", "tile_search", "slices", "algebra",
+    "periodic", "tile_map", "statistics", "row_tape", "row", "mask_functions", "predicate_mask", "block_lists", "list_mask",
+    "display", "figures", "mask_window", "torch_lists", "mask_views", "mask_operations", "mask_pytree", "saved", "block_mask",
+    "stack", "create", "check",
 ]  # fmt: skip
 HEAVY = ["triton", "sympy", "matplotlib", "torch._dynamo", "torch._inductor", "numpy.testing", "IPython"]
 
@@ -87,15 +88,16 @@ def _top_level(tree: ast.Module) -> list[ast.stmt]:
 @pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_folders_import_only_to_their_left(path: Path) -> None:
     own = _folder(_module(path))
-    if own in ("mods", "__init__"):
+    if own in (*TOOLS, "__init__"):
         return
     allowed = FOLDERS[: FOLDERS.index(own) + 1]
     for imported in _imports(path, at_import_time=False):
         assert _folder(imported) in allowed, f"{own} imports {imported}"
 
 
-def test_mods_import_nothing_of_the_package() -> None:
-    path = PACKAGE / "mods.py"
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_import_nothing_of_the_package_but_the_frontend(tool: str) -> None:
+    path = PACKAGE / f"{tool}.py"
     assert [m for m in _imports(path, at_import_time=False) if _folder(m) not in ("errors", "frontend")] == []
 
 
@@ -112,7 +114,7 @@ def test_frontend_files_import_only_those_above_them_at_import_time() -> None:
 @pytest.mark.parametrize("path", _files(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_every_error_says_what_came_and_what_to_try(path: Path) -> None:
     """Contract line 8: an error of ours has a `hint`, and what came: in `given`, in its words, or as a place in a mod."""
-    if _folder(_module(path)) not in ("frontend", "runtime", "mods"):
+    if _folder(_module(path)) not in ("frontend", "runtime", *TOOLS):
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Raise) and isinstance(call := node.exc, ast.Call) and _is_ours(call):

@@ -1,4 +1,4 @@
-"""Masks out of masks: conjunction, disjunction, complement, other rows, shifts, stacks, block lists.
+"""Masks out of masks: conjunction, disjunction, complement, other rows, shifts, orders of tokens, stacks, block lists.
 
 Reads traced masks and makes traced masks. The one idea: a traced mask is a snapshot, its numbers and captures are settled, so
 a mask made of others is put together from their programs and never by calling the user's functions a second time.
@@ -11,7 +11,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flexattn.frontend.expr import DEP_B, DEP_H, Expr, const, fold, load, make, num, rebuild, var
+from flexattn.frontend.evaluate import evaluate
+from flexattn.frontend.expr import (
+    DEP_B,
+    DEP_H,
+    DEP_KV,
+    DEP_Q,
+    Expr,
+    const,
+    fold,
+    load,
+    make,
+    num,
+    rebuild,
+    topological,
+    var,
+)
 from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
 from flexattn.frontend.simplify import simplify
 from flexattn.frontend.slices import Pick, RowPick, Slice
@@ -209,6 +224,78 @@ def _picked_row(parts: _Composer, q: RowPick) -> Expr:
         return make("add", row, num(parts.number(q.pick.start * q.block), torch.int64)) if q.pick.start else row
     block = parts.read(q.pick.table, make("floordiv", row, q.block))
     return make("add", make("mul", block, q.block), make("mod", row, q.block))
+
+
+def permuted(traced: Traced | None, q_order: Tensor, kv_order: Tensor) -> Traced | None:
+    """The mask of permuted tokens: its query i is the old query `q_order[i]`, its key j the old key `kv_order[j]`.
+
+    Whatever is computed of one index alone, as a coordinate is, becomes a table in the new order, so that bounds over a block
+    of neighbours are as tight as its coordinates; of an order's entries alone they would span all that lies between two of them.
+    """
+    if traced is None:
+        return None
+    parts, swap = _Composer(), {}
+    orders = {"q_idx": q_order, "kv_idx": kv_order}
+    made: dict[tuple[Expr, int], Tensor] = {}
+    for node in _of_one_index(traced.program.body):
+        name = "q_idx" if node.deps == DEP_Q else "kv_idx"
+        same = fold([node], lambda e, args: var("q_idx") if e is var("kv_idx") else rebuild(e, args))[0]
+        key = same, id(orders[name])
+        if key not in made:
+            found = _tabulated(traced, same, orders[name])
+            if found is None:  # reads a captured tensor out of range somewhere, which matters only at kept pairs
+                swap = {var(n): parts.read(order, var(n)) for n, order in orders.items()}
+                break
+            made[key] = found
+        table = made[key]
+        same_for_all = table.dtype == torch.bool and len(table) and bool((table == table[0]).all())
+        swap[node] = const(bool(table[0]), torch.bool) if same_for_all else parts.read(table, var(name))
+    body = parts.body(traced, swap)
+    return _pruned(parts.traced(body, f"{traced.program.name}, permuted"))
+
+
+def _of_one_index(body: Expr) -> list[Expr]:
+    """The largest parts that depend on q_idx alone or on kv_idx alone."""
+    found, todo = [], [body]
+    while todo:
+        node = todo.pop()
+        if node.deps in (DEP_Q, DEP_KV):
+            found.append(node)
+        else:
+            todo += node.args
+    return list(dict.fromkeys(found))
+
+
+def _tabulated(traced: Traced, node: Expr, order: Tensor) -> Tensor | None:
+    """What a part of q_idx alone is for each token of an order; None if it reads a captured tensor out of range."""
+    lost: list[Tensor] = []
+    zero = torch.zeros((), dtype=torch.int64, device=order.device)
+    values = evaluate(*traced, b=zero, h=zero, q_idx=order, kv_idx=zero, body=node, out_of_range=lost)
+    values = values.to(order.device).expand(len(order)).contiguous()
+    if lost:
+        return None
+    narrow = values.dtype == torch.int64 and (not len(values) or int(values.abs().max()) < 1 << 31)
+    return values.to(torch.int32) if narrow else values
+
+
+def _pruned(traced: Traced) -> Traced:
+    """Without captured tensors and numbers that nothing reads any more."""
+    (program, (captures, numbers)), parts = traced, _Composer()
+    nodes = topological([program.body])
+    slots = {n: parts.capture(captures[n], program.captures[n]) for n in _slots(nodes, "load")}
+    places = {n: parts.number(numbers[n], program.numbers[n]) for n in _slots(nodes, "num")}
+
+    def visit(node: Expr, args: list[Expr]) -> Expr:
+        if node.op == "load":
+            return load(slots[node.attr[0]], getattr(torch, node.attr[2]), args)
+        return num(places[node.attr], node.dtype) if node.op == "num" else rebuild(node, args)
+
+    parts.where = program.where
+    return parts.traced(fold([program.body], visit)[0], program.name)
+
+
+def _slots(nodes: Sequence[Expr], op: str) -> list[int]:
+    return sorted({n.attr[0] if op == "load" else n.attr for n in nodes if n.op == op})
 
 
 def listed(full: Tensor, partial: Tensor, *, block: tuple[int, int], inner: Traced | None) -> Traced:
