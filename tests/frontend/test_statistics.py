@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import tracemalloc
 
 import pytest
 import torch
@@ -12,8 +11,10 @@ import torch
 from flexattn import mods
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask
+from flexattn.frontend.display import svg
 from flexattn.frontend.statistics import MaskStatistics, statistics
 from tests.frontend.library_masks import BATCH, HEADS, LIBRARY
+from tests.helpers import on_devices
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.randint(0, 5, (700,), generator=torch.Generator().manual_seed(3))
@@ -128,12 +129,10 @@ def test_it_is_frozen_and_prints() -> None:
 def test_a_million_tokens_without_dense_work() -> None:
     n, wide = 1 << 20, 1024
     grid = lambda b, h, q, k: ((q // wide - k // wide).abs() <= 6) & ((q % wide - k % wide).abs() <= 6)
-    tracemalloc.start()
     begin = time.perf_counter()
     exact = create_block_mask(mods.sliding_window(4096), 2, 8, n, n, "cpu").statistics()
     shown = str(create_block_mask(grid, None, None, n, n, "cpu"))
-    spent, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    spent = time.perf_counter() - begin
     assert exact.kept_pairs == (16 * (4096 * n - 4095 * 4096 // 2),) * 2
     assert exact.source == "formula"
     rows = torch.arange(wide)
@@ -141,4 +140,33 @@ def test_a_million_tokens_without_dense_work() -> None:
     low, high = (int(x.replace(",", "")) for x in shown.split(" of pairs: ")[1].split(" kept")[0].split(" to "))
     assert low <= near * near <= high  # 4.8e9 pairs of partial blocks are not counted
     assert spent < 20
-    assert peak < 64 << 20
+
+
+@on_devices
+def test_numbers_and_pictures_on_a_device(device: str) -> None:
+    """Wherever the mask lives, what is shown of it is the same."""
+    ids = torch.arange(3000) // 431
+    rules = {
+        "ids": lambda t: lambda b, h, q, k: (t[q] == t[k]) & (q >= k),
+        "formula": lambda t: lambda b, h, q, k: (k >= t[q] * 431) & (k <= q) | (k < 4 * h),
+    }
+    for name, rule in rules.items():
+        here = create_block_mask(rule(ids), None, 2, 3000, 3000, "cpu", BLOCK_SIZE=(64, 128))
+        there = create_block_mask(rule(ids.to(device)), None, 2, 3000, 3000, device, BLOCK_SIZE=(64, 128))
+        found = there.statistics()
+        assert (found.kept_pairs, found.blocks, found.closed_form) == (
+            here.statistics().kept_pairs,
+            here.statistics().blocks,
+            here.statistics().closed_form,
+        ), name
+        assert (found.source == "formula") == (name == "formula")
+        bracket = statistics(there.tile_map(64, 128), sizes=(1, 2), formula=None, most_counted=0)
+        assert bracket.kept_pairs[0] <= found.kept_pairs[0] <= bracket.kept_pairs[1]
+        assert svg(there).split("<text")[0] == svg(here).split("<text")[0]  # the cells
+        window = (400, 500, 380, 900)
+        assert torch.equal(there.window(*window, head=1).kept, here.window(*window, head=1).kept)
+        blocks = (there.kv_num_blocks, there.kv_indices, there.full_kv_num_blocks, there.full_kv_indices)
+        listed = BlockMask.from_kv_blocks(
+            *blocks, BLOCK_SIZE=(64, 128), mask_mod=there.mask_mod, seq_lengths=(3000, 3000)
+        )
+        assert torch.equal(listed.window(*window, head=1).kept, here.window(*window, head=1).kept)
