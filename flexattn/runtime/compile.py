@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,54 +29,62 @@ _FAILED: dict[KernelSpec, Exception] = {}
 _LOCK = threading.RLock()
 
 
+class Starts(Protocol):
+    """Something that starts a kernel on the current stream, given the arguments that change."""
+
+    def __call__(self, arguments: dict[str, Any], *, device: torch.device) -> None: ...
+
+
 class Kernel:
     """A compiled kernel on one device; call it with the grid and a dict of runtime arguments."""
 
     def __init__(self, source: KernelSource, compiled: Any) -> None:
         self.source, self.compiled = source, compiled
         self.name = source.spec.kernel
-        self.kinds = tuple((n, source.signature.get(n)) for n in jit_function(source).arg_names)
+        names = jit_function(source).arg_names
+        self.kinds = tuple((at, n, source.signature[n]) for at, n in enumerate(names) if n in source.signature)
+        self.blank = [None] * len(names)  # an argument for each parameter: what was compiled in is not looked at
+        self._any = Launch(self, 0, self.blank, [(at, n, _marshal(kind)) for at, n, kind in self.kinds])
 
     def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches `programs` programs on the current stream; the caller has made `device` current."""
-        self.fix(programs, arguments)(arguments, device=device)
+        self._any._replace(programs=programs)(arguments, device=device)
 
-    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Launch:
+    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Starts:
         """A launch that keeps the grid and every argument but tensors and those named in `changing`."""
-        return Launch(self, programs, arguments, changing)
+        values, open_ones = self.blank.copy(), []
+        for at, name, kind in self.kinds:
+            if name in changing or _holds_tensor(kind):
+                open_ones.append((at, name, _marshal(kind, arguments.get(name))))
+            else:
+                values[at] = arguments[name]
+        return Launch(self, programs, values, open_ones)
 
 
-class Launch:
+class Launch(NamedTuple):
     """A kernel, its grid and what stays of its arguments; call it with the others, as often as they change."""
 
-    __slots__ = ("changing", "kernel", "programs", "values")
-
-    def __init__(self, kernel: Kernel, programs: int, arguments: dict[str, Any], changing: Collection[str]) -> None:
-        self.kernel, self.programs = kernel, programs
-        self.values: list[Any] = [None] * len(kernel.kinds)
-        self.changing: list[tuple[int, str, Callable[[Any], Any]]] = []
-        for position, (name, kind) in enumerate(kernel.kinds):
-            if kind is None:  # compiled in
-                continue
-            if name in changing or _holds_tensor(kind):
-                self.changing.append((position, name, _marshal(kind, arguments.get(name))))
-            else:
-                self.values[position] = arguments[name]
+    kernel: Kernel
+    programs: int
+    values: list[Any]
+    changing: list[tuple[int, str, Callable[[Any], Any]]]  # position, name, what makes the launcher's argument of it
 
     def __call__(self, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches on the current stream; the caller has made `device` current."""
-        if self.programs <= 0:
+        kernel, programs, values, changing = self
+        if programs <= 0:
             return
-        values = self.values.copy()
-        for position, name, marshal in self.changing:
+        values = values.copy()
+        for position, name, marshal in changing:
             values[position] = marshal(arguments[name])
         stream = stream_of(device)
-        compiled, runtime = self.kernel.compiled, _knobs().runtime
+        compiled, runtime = kernel.compiled, _knobs().runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        grid = self.programs, 1, 1
-        metadata = compiled.launch_metadata(grid, stream, *values) if enter is not None else None
-        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values)
-        stats.record_launch(self.kernel.name)
+        metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if enter is not None else None
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values
+        )
+        stats.record_launch(kernel.name)
 
 
 class InterpretedKernel:
@@ -95,7 +103,7 @@ class InterpretedKernel:
         self.function[(programs,)](**typed, **self.constants)
         stats.record_launch(self.name)
 
-    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Callable[..., None]:
+    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Starts:
         """As of `Kernel.fix`."""
         kinds = self.source.signature
         fixed = {n: x for n, x in arguments.items() if n in kinds and n not in changing and not _holds_tensor(kinds[n])}
@@ -124,12 +132,15 @@ def _holds_tensor(kind: Any) -> bool:
     return bool(kind.startswith(("*", "tensordesc")))
 
 
-def _marshal(kind: Any, example: Any) -> Callable[[Any], Any]:
-    """What turns an argument of a signature's type into what the launcher takes; a descriptor's sizes and strides are the example's."""
+def _marshal(kind: Any, example: Any = None) -> Callable[[Any], Any]:
+    """What turns an argument of a signature's type into what the launcher takes; given an example, a tensor descriptor is
+    for tensors of its sizes and strides."""
     if isinstance(kind, tuple):
         return _addresses if _holds_tensor(kind) else _unchanged
     if kind.startswith("tensordesc"):  # as in 'tensordesc<bf16[1, 1, 64, 128]>'
         block = [int(n) for n in kind[kind.index("[") + 1 : kind.index("]")].split(",")]
+        if example is None:
+            return lambda tensor: _descriptor(_descriptor_class(), _descriptor_facts(block, tensor), tensor)
         return functools.partial(_descriptor, _descriptor_class(), _descriptor_facts(block, example))
     return torch.Tensor.data_ptr if kind.startswith("*") else _unchanged
 

@@ -8,7 +8,7 @@ function `start` that allocates results and starts a ready launch; autotuning ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
-from flexattn.runtime.compile import first_that_builds, flat_arguments
+from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import prepare_table, table_of
 
+T = TypeVar("T")
 _LINE_LIMIT = (1 << 31) - 1
 
 
@@ -134,7 +135,7 @@ _EACH_CALL = ("caps", "sums", "batch_step", "head_step")  # arguments that follo
 class Ready(NamedTuple):
     """A launch for calls of certain sizes, and the tiles it works in."""
 
-    launch: Callable[..., None]
+    launch: Starts
     config: TileConfig
     is_transposed: bool
     in_order: bool  # programs that sum over several lines of the table need one order of tiles in all of them
@@ -167,10 +168,15 @@ def _run(
     layout = None if d_out is None else tensor_layout(d_out)
     ready = make(choose(problem, plan, kernel, lambda chosen: start(make(chosen)), d_out=layout, **wants))
     if not devices.is_capturing(problem.q.device):  # a call then times nothing, a later one may
-        if len(known) >= _READY_AT_MOST:
-            known.clear()
-        known[whole_key] = ready
+        _keep(known, whole_key, ready)
     return start(ready)
+
+
+def _keep(known: dict[Any, T], key: Any, what: T) -> T:
+    if len(known) >= _READY_AT_MOST:
+        known.clear()
+    known[key] = what
+    return what
 
 
 def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, Any]) -> Ready:
@@ -254,10 +260,11 @@ def run_delta(
     return {**_inputs(problem), **terms}
 
 
-def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> Callable[..., None]:
+def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> Starts:
     key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse)
-    known: dict[Any, Callable[..., None]] = plan.memo.setdefault("delta", {})
-    if key not in known:
+    known: dict[Any, Starts] = plan.memo.setdefault("delta", {})
+    launch = known.get(key)
+    if launch is None:
         batch, heads, q_len, v_dim = out.shape
         spec = KernelSpec(
             kernel="delta", target=devices.target_for(out.device), config=delta_config(padded(v_dim), out.element_size()),
@@ -270,8 +277,8 @@ def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> Ca
             "out_strides": out.stride(), "d_out_strides": d_out.stride(), "q_heads": heads, "q_len": q_len,
             "pairs": batch * heads, "lines": lines,
         }  # fmt: skip
-        known[key] = kernel.fix(batch * heads * lines, fixed)
-    return known[key]
+        launch = _keep(known, key, kernel.fix(batch * heads * lines, fixed))
+    return launch
 
 
 def run_dq(
