@@ -205,14 +205,14 @@ def _builder_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int
     if spec.kernel == "order":
         arguments.plain(UNSORTED="*i32", ROWS="*i32", lines="i32")
     elif spec.kernel == "block_map":
-        trees = tuple(tree_type(spec.captures[slot]) for slot in spec.ranged)
+        trees = tuple(tree_type(spec.captures[slot]) for slot in spec.ranged) + ("*i64",) * len(spec.valued)
         arguments.plain(ROWS="*i32", EXTRA="*i32", NEEDED="*i32", WILD="*i32", trees=trees or ("i32",), heads="i32")
         arguments.plain(own_tile="i32", other_tile="i32", own_len="i32", other_len="i32", lines="i32", room="i32")
         arguments.captures()
     else:
         (capture,) = spec.captures
         arguments.plain(**({"DATA": f"*{capture.dtype}"} if spec.kernel == "ranges" else {}))
-        arguments.plain(TREE=tree_type(capture), length="i64" if capture.is_wide else "i32")
+        arguments.plain(TREE=tree_type(capture), SETS="*i64", length="i64" if capture.is_wide else "i32")
     return arguments.types, arguments.aligned
 
 
@@ -258,4 +258,4 @@ def _builder_constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {}
     if spec.kernel == "order":
         return {"LINES_AT_ONCE": spec.config.BLOCK_M, "OTHERS": spec.config.BLOCK_N}
-    return {"IS_TRANSPOSED": spec.is_transposed}
+    return {"IS_TRANSPOSED": spec.is_transposed, "SHARPER_BOUNDS": None}

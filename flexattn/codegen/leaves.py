@@ -48,7 +48,10 @@ def leaf_functions(spec: KernelSpec) -> dict[str, str]:
     if spec.mask is not None:
         texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments)
     if spec.mask is not None and spec.kernel == "block_map":
-        texts["MASK_BOUNDS"] = _bounds(spec, spec.mask, mask_arguments)
+        found = box_bounds(spec.mask)
+        texts["MASK_BOUNDS"] = _bounds(spec, "mask_bounds", (found.must, found.may), mask_arguments)
+        if found.sharper is not None:
+            texts["SHARPER_BOUNDS"] = _bounds(spec, "sharper_bounds", found.sharper, mask_arguments)
     if spec.score is not None and spec.kernel in ("dq", "dkdv") and not passes_gradient(spec.score):
         texts["SCORE_GRAD"] = _score_grad(spec, spec.score, score_arguments)
     if spec.score is not None and spec.kernel == "dq" and spec.capture_grads:
@@ -85,12 +88,11 @@ def _mask(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
     return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
 
 
-def _bounds(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
-    found = box_bounds(program)
+def _bounds(spec: KernelSpec, name: str, ends: tuple[Expr, Expr], arguments: Arguments) -> str:
     printer = Printer(spec, arguments)
-    must, may = (_to_truth(value) for value in printer.print([found.must, found.may]))
+    must, may = (_to_truth(value) for value in printer.print(ends))
     parameters = "b, h, q_lo, q_hi, kv_lo, kv_hi, caps, trees"
-    return _function("mask_bounds", parameters, [*printer.lines, f"return {must}, {may}"])
+    return _function(name, parameters, [*printer.lines, f"return {must}, {may}"])
 
 
 def _to_truth(value: Value) -> str:

@@ -107,7 +107,7 @@ class Printer:
             return self._load(node)
         if node.op == "size":
             return self._size(node)
-        if node.op in ("least", "greatest"):
+        if node.op in ("least", "greatest", "values"):
             return self._over_range(node)
         args = [self.values[a] for a in node.args]
         if node.op == "cast":
@@ -174,11 +174,16 @@ class Printer:
         return Value(slots.size(node.attr[2]), kind, (0, most))
 
     def _over_range(self, node: Expr) -> Value:
-        """The extreme of a captured tensor over flat positions; `trees` holds one tree per ranged slot, in order."""
+        """The extreme of a captured tensor, or the set of its values, over flat positions; `trees` holds one tree for each
+        ranged slot, then one of sets for each valued slot."""
         slots, kind = self._slots(node), "tl.int32"
         if slots.is_wide:
             kind = "tl.int64"
         first, last, length = (_to(materialise(self.values[a], kind), kind).text for a in node.args)
+        if node.op == "values":
+            tree = f"trees[{len(self.spec.ranged) + self.spec.valued.index(node.attr[0])}]"
+            text = f"leaf_ops.values_over_range({tree}, {first}, {last}, {length})"
+            return self._name(Value(text, "tl.int64", depth=1))
         tree = f"trees[{self.spec.ranged.index(node.attr[0])}]"
         value = _loaded(
             "", "i64" if slots.storage == "i64" else "i32" if slots.storage == "u8" else slots.storage, torch.int64

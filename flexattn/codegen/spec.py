@@ -108,6 +108,11 @@ class KernelSpec:
         return box_bounds(self.mask).ranged if self.mask is not None else ()
 
     @property
+    def valued(self) -> tuple[int, ...]:
+        """Slots of those whose sets of values over ranges it reads."""
+        return box_bounds(self.mask).valued if self.mask is not None else ()
+
+    @property
     def dialect(self) -> str:
         """Whose spelling of an operation the leaves use."""
         return "triton_interpret" if self.target.is_interpreter else "triton"

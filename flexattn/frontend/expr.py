@@ -258,7 +258,7 @@ def rebuild(node: Expr, args: Sequence[Expr]) -> Expr:
     """The same node over other arguments (of the same types)."""
     if all(a is b for a, b in zip(node.args, args)):
         return node
-    if node.op in ("load", "least", "greatest"):
+    if node.op in ("load", "least", "greatest", "values"):
         return intern(node.op, tuple(args), node.attr, node.dtype)
     if node.op == "cast":
         return convert(args[0], node.dtype)
@@ -281,7 +281,7 @@ def to_text(root: Expr, captures: Sequence[str] = (), numbers: Sequence[str] = (
             slot = node.attr[0]
             name = captures[slot] if slot < len(captures) else f"cap{slot}"
             return (f"{name}[{', '.join(a for a, _ in args)}]" if args else name), 100
-        if node.op in ("least", "greatest"):
+        if node.op in ("least", "greatest", "values"):
             return f"{node.op} cap{node.attr[0]}[{args[0][0]} .. {args[1][0]}]", 100
         if node.op == "size":
             return f"size{node.attr[2]}(cap{node.attr[0]})", 100

@@ -265,7 +265,8 @@ def build_table(predicate: PredicateMask, config: TileConfig, target: Target, *,
     extra = torch.empty(max(1, groups * lines * 2 * room), 2, dtype=torch.int32, device=device)
     counts = torch.zeros(2, dtype=torch.int32, device=device)  # of spans; the other one stays 0
     wild = _wild(predicate, captures)
-    trees = tuple(_tree(predicate, slot, captures[slot], target) for slot in spec.ranged)
+    made = {slot: _tree(predicate, slot, captures[slot], target) for slot in {*spec.ranged, *spec.valued}}
+    trees = (*(made[slot].ends for slot in spec.ranged), *(made[slot].sets for slot in spec.valued))
     arguments = {
         "ROWS": unsorted, "EXTRA": extra, "NEEDED": counts[:1], "WILD": counts[1:] if wild is None else wild,
         "caps": flat_arguments(captures, numbers), "trees": trees or (0,), "heads": heads, "own_tile": own_tile,
@@ -286,13 +287,21 @@ def _order(unsorted: Tensor, rows: Tensor, target: Target) -> None:
     kernel(programs, {"UNSORTED": unsorted, "ROWS": rows, "lines": lines}, device=rows.device)
 
 
-def _tree(predicate: PredicateMask, slot: int, capture: Tensor, target: Target) -> Tensor:
-    """Least and greatest elements over ranges of a captured tensor, made once a mask."""
+class Tree(NamedTuple):
+    """What ranges of a captured tensor hold: (least, greatest), int32 or int64 [nodes, 2], and the values modulo 64 as a set of
+    bits, int64 [nodes]."""
+
+    ends: Tensor
+    sets: Tensor
+
+
+def _tree(predicate: PredicateMask, slot: int, capture: Tensor, target: Target) -> Tree:
+    """The tree over a captured tensor, made once a mask."""
     return kept.once(predicate, ("tree", slot), lambda: build_tree(capture, target))
 
 
-def build_tree(tensor: Tensor, target: Target) -> Tensor:
-    """(least, greatest) of every 64 elements, of every 4 of those and so on: int32 or int64 [nodes, 2].
+def build_tree(tensor: Tensor, target: Target) -> Tree:
+    """A tree with a node for every 64 elements, for every 4 of those and so on.
 
     Each level has place for a quarter of the nodes of the one below it, the lowest for a power of 4, so that a kernel finds
     levels by arithmetic; what lies between is not written."""
@@ -302,15 +311,20 @@ def build_tree(tensor: Tensor, target: Target) -> Tensor:
     while width * 64 < length:
         width *= 4
     dtype = torch.int64 if tree_type(layout) == "*i64" else torch.int32
-    tree = torch.empty((width * 4 - 1) // 3, 2, dtype=dtype, device=data.device)
+    nodes = (width * 4 - 1) // 3
+    tree = Tree(
+        torch.empty(nodes, 2, dtype=dtype, device=data.device),
+        torch.empty(nodes, dtype=torch.int64, device=data.device),
+    )
+    arguments = {"TREE": tree.ends, "SETS": tree.sets, "length": length}
     spec = KernelSpec("ranges", target, TileConfig(64, 64, 4, 1), 0, 0, layouts=(), captures=(layout,))
     _, kernel = first_that_builds([spec], data.device)
     programs = max(1, -(-length // 4096))
-    kernel(programs, {"DATA": data, "TREE": tree, "length": length}, device=data.device)
+    kernel(programs, {"DATA": data, **arguments}, device=data.device)
     if programs > 1:
         spec = KernelSpec("ranges_above", target, TileConfig(256, 4, 4, 1), 0, 0, layouts=(), captures=(layout,))
         _, kernel = first_that_builds([spec], data.device)
-        kernel(1, {"TREE": tree, "length": length}, device=data.device)
+        kernel(1, arguments, device=data.device)
     return tree
 
 

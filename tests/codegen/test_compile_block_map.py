@@ -36,6 +36,7 @@ MASKS = {
     "dilated": lambda b, h, q, k: ((q - k) % 4 == 0) & (q - k < WINDOW),
     "neighbourhood": lambda b, h, q, k: ((q // 64 - k // 64).abs() <= 3) & ((q % 64 - k % 64).abs() <= 3),
     "relative": lambda b, h, q, k: IDS[q - k] > 0,
+    "chosen blocks": lambda b, h, q, k: ROWS[q // 64, k // 64],
     "any pair": lambda b, h, q, k: ROWS[q, k],
     "floats": lambda b, h, q, k: VALUES[q] * 0.5 > torch.sin(VALUES[k]),
     "bits": lambda b, h, q, k: ((q ^ k) & 5 == 0) | (q >> 3 == k >> 3),

@@ -43,7 +43,7 @@ def value_of(root: Expr, binding: Binding, box: Box) -> Tensor:
             return gather(binding.captures[node.attr[0]], args, None, CPU)
         if node.op == "size":
             return torch.tensor(binding.captures[node.attr[0]].shape[node.attr[2]])
-        if node.op in ("least", "greatest"):
+        if node.op in ("least", "greatest", "values"):
             return extreme(node.op, binding.captures[node.attr[0]], *args)
         if node.op == "cast":
             return args[0].to(node.dtype)
@@ -54,16 +54,22 @@ def value_of(root: Expr, binding: Binding, box: Box) -> Tensor:
 
 
 def extreme(op: str, tensor: Tensor, first: Tensor, last: Tensor, length: Tensor) -> Tensor:
-    """Over flat positions first .. last, which lie in the tensor; of an empty one, as of a tree without a leaf, 0."""
+    """Over flat positions first .. last, which lie in the tensor; of an empty one, as of a tree without a leaf, 0. Values as a
+    set: exactly those modulo 64, as bits."""
     data = tensor.reshape(-1).long()
     assert int(length) == data.numel()
     first, last = torch.broadcast_tensors(first, last)
     if not data.numel():
-        return torch.zeros_like(first)
+        return torch.zeros_like(first) + (op == "values")
     assert bool(((first >= 0) & (first <= last) & (last < length)).all()), "positions outside the captured tensor"
-    reduce = torch.min if op == "least" else torch.max
+    reduce = {"least": torch.min, "greatest": torch.max, "values": set_of}[op]
     flat = [reduce(data[a : z + 1]) for a, z in zip(first.reshape(-1).tolist(), last.reshape(-1).tolist())]
     return torch.stack(flat).view(first.shape) if flat else torch.zeros_like(first)
+
+
+def set_of(values: Tensor) -> Tensor:
+    bits = sum(1 << int(x) for x in (values & 63).unique())
+    return torch.tensor(bits - (1 << 64) if bits >> 63 else bits)
 
 
 def boxes_of(sizes: tuple[int, int, int, int], count: int, generator: torch.Generator) -> Box:
@@ -78,9 +84,10 @@ def boxes_of(sizes: tuple[int, int, int, int], count: int, generator: torch.Gene
     return box
 
 
-def decide(traced: Traced, box: Box) -> tuple[Tensor, Tensor]:
+def decide(traced: Traced, box: Box, *, sharper: bool = False) -> tuple[Tensor, Tensor]:
     found = box_bounds(traced.program)
-    return value_of(found.must, traced.binding, box), value_of(found.may, traced.binding, box)
+    must, may = found.sharper or found[:2] if sharper else found[:2]
+    return value_of(must, traced.binding, box), value_of(may, traced.binding, box)
 
 
 def check_sound(mask_mod: Any, sizes: tuple[int, int, int, int], count: int = 80, seed: int = 0) -> int:
@@ -89,7 +96,9 @@ def check_sound(mask_mod: Any, sizes: tuple[int, int, int, int], count: int = 80
     at = [torch.arange(n).view([-1 if i == d else 1 for d in range(4)]) for i, n in enumerate(sizes)]
     kept = evaluate(*traced, b=at[0], h=at[1], q_idx=at[2], kv_idx=at[3]).expand(sizes)
     box = boxes_of(sizes, count, torch.Generator().manual_seed(seed))
-    must, may = decide(traced, box)
+    first = decide(traced, box)
+    must, may = decide(traced, box, sharper=True)
+    assert not (first[0] & ~must | may & ~first[1]).any(), "sets of values made bounds looser"
     names = ("b", "h", "q_lo", "q_hi", "kv_lo", "kv_hi")
     for n, (b, h, q, q_hi, kv, kv_hi) in enumerate(zip(*(box[name].tolist() for name in names))):
         cell = kept[b, h, q : q_hi + 1, kv : kv_hi + 1]
@@ -136,6 +145,7 @@ def test_random_masks_are_bounded_soundly() -> None:
 
 
 SHORT, NONE, GRID = torch.arange(20) // 3, torch.zeros(0, dtype=torch.int64), torch.arange(60).view(6, 10) // 7
+MIXED = (torch.arange(70) // 6 * 37) % 12 * 70 - 300  # documents in no order
 EMPTY_GRID, FLAGS, ONE = torch.zeros(0, 4, dtype=torch.int32), torch.arange(40) % 9 < 7, torch.tensor(7)
 READS = {
     "empty": lambda b, h, q, k: NONE[q] == 0,
@@ -152,6 +162,12 @@ READS = {
     "a column": lambda b, h, q, k: GRID[q % 6, h] <= 2,
     "both along one axis": lambda b, h, q, k: GRID[q // 10, q % 10] <= 2,
     "a matrix": lambda b, h, q, k: GRID[q % 6, k % 10] <= 2,
+    "a matrix of blocks": lambda b, h, q, k: GRID[q // 9, (k - 3) // 7] % 3 > 0,
+    "a matrix of blocks, out of range": lambda b, h, q, k: GRID[(q >> 3) - 2, k // 4] < 4,
+    "a matrix of blocks that moves": lambda b, h, q, k: GRID[(q // 16 - k // 8).clamp(min=0), 3] > 2,
+    "unsorted": lambda b, h, q, k: (MIXED[q] == MIXED[k]) & (q >= k),
+    "unsorted, unequal": lambda b, h, q, k: (MIXED[q - 5] != MIXED[k]) | (MIXED[k] == 100 * MIXED[q]),
+    "unsorted, out of range": lambda b, h, q, k: MIXED[q + 50] == MIXED[k],
     "a matrix, mixed axes": lambda b, h, q, k: GRID[(q + k) % 6, 0] <= 2,
     "truth values": lambda b, h, q, k: FLAGS[q] | ~FLAGS[k],
     "truth values as numbers": lambda b, h, q, k: FLAGS[q].long() + FLAGS[k].long() == 2,
@@ -168,7 +184,7 @@ def test_reads_of_captured_tensors_are_bounded_soundly(name: str) -> None:
 
 # ---------------------------------------------------------------- tightness
 UNFOLLOWED = {  # reads that move along both axes, and float arithmetic: undecided by intent
-    "draft tree", "dense", "chosen blocks", "sorted rows", "sine",
+    "draft tree", "dense", "sorted rows", "sine",
 }  # fmt: skip
 
 
@@ -176,13 +192,14 @@ UNFOLLOWED = {  # reads that move along both axes, and float arithmetic: undecid
 def test_no_looser_than_the_proof_on_the_cpu(name: str) -> None:
     traced = trace(MASKS[name], "mask")
     box = boxes_of((2, 3, N, N), 200, torch.Generator().manual_seed(2))
-    must, may = decide(traced, box)
     ends = {n: (box[n], box[n]) for n in ("b", "h")} | {
         f"{n}_idx": (box[f"{n}_lo"], box[f"{n}_hi"]) for n in ("q", "kv")
     }
-    cpu_must, cpu_may = bounds(traced.program, Tables(traced.binding), **ends)
-    assert not (cpu_must & ~must).any()
-    assert not (may & ~cpu_may).any()
+    for sets in (False, True):
+        must, may = decide(traced, box, sharper=sets)
+        cpu_must, cpu_may = bounds(traced.program, Tables(traced.binding), sets=sets, **ends)
+        assert not (cpu_must & ~must).any()
+        assert not (may & ~cpu_may).any()
 
 
 @pytest.mark.parametrize("name", sorted(UNFOLLOWED - {"draft tree", "dense"}))
@@ -215,4 +232,28 @@ def test_the_tensors_that_are_read_over_ranges_are_named() -> None:
     lengths, ids = torch.tensor([3, 4]), torch.arange(9)
     traced = trace(lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) & (ids[q_idx] == ids[kv_idx]), "mask")
     assert [c.numel() for c in traced.binding.captures] == [2, 9]
-    assert box_bounds(traced.program).ranged == (1,)
+    found = box_bounds(traced.program)
+    assert (found.ranged, found.valued) == ((1,), (1,))
+    assert box_bounds(trace(lambda b, h, q_idx, kv_idx: ids[q_idx] <= ids[kv_idx], "mask").program).sharper is None
+
+
+def test_documents_in_no_order_are_told_apart_by_their_values() -> None:
+    """Documents of 64 tokens whose ids rise and fall: extremes of wider ranges say nothing."""
+    ids = torch.tensor([5, 0, 9, 2, 7, 4, 8, 1]).repeat_interleave(32)
+    traced = trace(lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx], "mask")
+    tile = torch.arange(4) * 64
+    q, kv = (x.flatten() for x in torch.meshgrid(tile, tile, indexing="ij"))
+    zero = torch.zeros_like(q)
+    box = {"b": zero, "h": zero, "q_lo": q, "q_hi": q + 63, "kv_lo": kv, "kv_hi": kv + 63}
+    assert int(decide(traced, box)[1].sum()) == 16
+    assert int(decide(traced, box, sharper=True)[1].sum()) == 4
+
+
+def test_one_element_for_a_whole_block_decides_it() -> None:
+    """A table of blocks, at the size of the tile: nothing is left to evaluate."""
+    chosen = torch.rand(8, 9, generator=torch.Generator().manual_seed(0)) < 0.4
+    traced = trace(lambda b, h, q_idx, kv_idx: chosen[q_idx // 32, kv_idx // 16], "mask")
+    q, kv = (x.flatten() for x in torch.meshgrid(torch.arange(8) * 32, torch.arange(9) * 16, indexing="ij"))
+    zero = torch.zeros_like(q)
+    must, may = decide(traced, {"b": zero, "h": zero, "q_lo": q, "q_hi": q + 31, "kv_lo": kv, "kv_hi": kv + 15})
+    assert torch.equal(must, chosen.flatten()) and torch.equal(may, must)

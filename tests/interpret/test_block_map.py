@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn import BlockMask, create_block_mask
+from flexattn.codegen.skeletons import block_map as skeleton
 from flexattn.codegen.target import INTERPRETER
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import CaptureIndexError
@@ -118,6 +119,28 @@ def test_random_masks_have_the_tables_of_the_cpu() -> None:
             seen["equal"] += 1
     print(f"seeds {first}..{seed - 1}: {dict(seen)}")
     assert seen["equal"] > sum(seen.values()) // 2
+
+
+def no_evaluation(*_: Any) -> None:
+    raise AssertionError("a block was evaluated pair by pair")
+
+
+def test_documents_in_no_order_and_tables_of_blocks_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sets of values, in strips and in blocks, and by the one element that a block reads."""
+    monkeypatch.setattr(skeleton, "_evaluate", no_evaluation)
+    ids = torch.tensor([5, 0, 9, 2, 7, 4, 8, 1]).repeat_interleave(32)
+    wide = torch.stack((torch.arange(7), 100 - torch.arange(7)), 1).repeat_interleave(256, 1).flatten()  # 512 a strip
+    chosen = torch.rand(9, 40, generator=torch.Generator().manual_seed(0)) < 0.4
+    masks: dict[str, tuple[Callable[..., Any], tuple[int, int], tuple[int, int]]] = {
+        "strips": (lambda b, h, i, j: wide[i * 256] == wide[j], (14, 7 * 512), (1, 8)),
+        "blocks": (lambda b, h, i, j: ids[i] == ids[j], (250, 256), (64, 64)),
+        "unequal": (lambda b, h, i, j: ids[i] != ids[j], (256, 250), (64, 64)),
+        "chosen": (lambda b, h, i, j: chosen[i // 16, j // 8], (9 * 16, 40 * 8 - 3), (16, 8)),
+        "chosen, smaller tiles": (lambda b, h, i, j: chosen[i // 16, j // 8], (9 * 16 - 5, 40 * 8), (8, 4)),
+    }
+    for name, (mask_mod, lengths, tile) in masks.items():
+        found = check(mask_mod, lengths, tile, sizes=(1, 1), directions=(False,))
+        assert len(found) == 1, name
 
 
 # ---------------------------------------------------------------- rows that do not fit
@@ -256,14 +279,18 @@ def test_captured_tensors_of_every_kind() -> None:
 
 # ---------------------------------------------------------------- trees
 def check_tree(data: Tensor) -> None:
-    """(least, greatest) of every 64 elements, of every 4 such groups and so on to one; levels are a quarter of the one below."""
-    tree, values = build_tree(data, INTERPRETER), data.reshape(-1).long()
+    """(least, greatest) and the set of values of every 64 elements, of every 4 such groups and so on to one; levels are a
+    quarter of the one below."""
+    (tree, sets), values = build_tree(data, INTERPRETER), data.reshape(-1).long()
     width = 4 ** next(n for n in range(20) if 64 * 4**n >= len(values))
-    assert len(tree) == (4 * width - 1) // 3
+    assert len(tree) == len(sets) == (4 * width - 1) // 3
     at, step = 0, 64
     while width:
         wanted = torch.stack([torch.stack(torch.aminmax(group)) for group in values.split(step)])
         assert torch.equal(tree[at : at + len(wanted)].long(), wanted), f"groups of {step}"
+        one_hot = [((group[:, None] & 63) == torch.arange(64)).any(0) for group in values.split(step)]
+        bits = (sets[at : at + len(wanted), None] >> torch.arange(64)) & 1
+        assert torch.equal(bits.bool(), torch.stack(one_hot)), f"sets of {step}"
         at, width, step = at + width, width // 4, step * 4
 
 
@@ -276,7 +303,7 @@ def test_trees_hold_the_extremes_of_their_ranges(length: int, dtype: torch.dtype
 
 
 def test_tree_of_an_empty_tensor_is_zero() -> None:
-    assert build_tree(torch.zeros(0, 5, dtype=torch.int64), INTERPRETER)[0].tolist() == [0, 0]
+    assert build_tree(torch.zeros(0, 5, dtype=torch.int64), INTERPRETER).ends[0].tolist() == [0, 0]
 
 
 def test_tree_of_truth_values_and_of_a_tensor_that_is_not_contiguous() -> None:

@@ -2,8 +2,9 @@
 
 The idea: one program a row of tiles, no list of rectangles. Bounds decide strips of 64 blocks at once; a strip they leave
 open is looked at block by block, first by bounds, then at 16 points (one kept and one dropped pair prove a block partial),
-and what is still open is evaluated pair by pair, so the answer is exact. Runs come out in order: a row's states are walked
-from left to right, and every change of state is one end of a span. The columns are the same kernel with the axes swapped.
+then by the sets of values that captured tensors have there; what is still open is evaluated pair by pair, so the answer is
+exact. Runs come out in order: a row's states are walked from left to right, and every change of state is one end of a span.
+The columns are the same kernel with the axes swapped.
 """
 
 import triton
@@ -12,22 +13,27 @@ import triton.language as tl
 from flexattn.codegen.skeletons import leaf_ops
 
 STRIP = tl.constexpr(64)  # blocks decided at once, one a lane; their states fit the bits of an integer
+FEW = tl.constexpr(4)  # undecided strips that are looked at by block rather than with sets of values
 ROW_INTS = tl.constexpr(12)  # as skeletons/tiles.py reads them
 
 
 # ---------------------------------------------------------------- captured tensors over ranges
 @triton.jit
-def range_leaves(DATA, TREE, length, IS_WIDE: tl.constexpr):
-    """(least, greatest) of every 64 elements, and of every 4, 16 and 64 such groups; one program for 4,096 elements."""
+def range_leaves(DATA, TREE, SETS, length, IS_WIDE: tl.constexpr):
+    """(least, greatest) of every 64 elements, and of every 4, 16 and 64 such groups, and the sets of their values modulo 64;
+    one program for 4,096 elements."""
     first = tl.program_id(0) * 64
     groups = first + tl.arange(0, 64)
-    at = groups[:, None] * 64 + tl.arange(0, 64)[None, :]
-    if IS_WIDE:
-        at = groups[:, None].to(tl.int64) * 64 + tl.arange(0, 64)[None, :]
-    kept = tl.minimum(at, length - 1)  # the last element again: it changes no extreme
+    begin = groups.to(tl.int64) * 64 if IS_WIDE else groups * 64
+    kept = tl.minimum(begin[:, None] + tl.arange(0, 64)[None, :], length - 1)  # the last element again: it changes no extreme
     value = tl.load(DATA + kept, mask=kept >= 0, other=0).to(TREE.dtype.element_ty)
     least = tl.min(value, 1)
     greatest = tl.max(value, 1)
+    found = tl.zeros((64,), tl.int64)
+    for element in range(64):  # a lane for each group: what is loaded again is in the L1 cache
+        spot = tl.minimum(begin + element, length - 1)
+        one = tl.load(DATA + spot, mask=spot >= 0, other=0).to(tl.int64)
+        found = found | (tl.full([], 1, tl.int64) << (one & 63))
     count = tl.maximum((length - 1) // 64, 0) + 1  # an empty tensor has one node too, of 0
     width = leaf_ops.tree_width(length)
     SIZE: tl.constexpr = 64
@@ -36,22 +42,33 @@ def range_leaves(DATA, TREE, length, IS_WIDE: tl.constexpr):
         NODES = TREE + 2 * leaf_ops.tree_level(width, 2 * level)
         tl.store(NODES + 2 * node, least, mask=node < count)
         tl.store(NODES + 2 * node + 1, greatest, mask=node < count)
+        tl.store(SETS + leaf_ops.tree_level(width, 2 * level) + node, found, mask=node < count)
         if level < 3:
+            found = _joined_pairs(_joined_pairs(found, SIZE >> (2 * level + 1)), SIZE >> (2 * level + 2))
             least = tl.min(tl.reshape(least, (SIZE >> (2 * level + 2), 4)), 1)
             greatest = tl.max(tl.reshape(greatest, (SIZE >> (2 * level + 2), 4)), 1)
             count = (count + 3) // 4
 
 
 @triton.jit
-def range_upper(TREE, length):
+def _joined_pairs(sets, COUNT: tl.constexpr):
+    """The unions of neighbours, COUNT of them."""
+    left, right = tl.split(tl.reshape(sets, (COUNT, 2)))
+    return left | right
+
+
+@triton.jit
+def range_upper(TREE, SETS, length):
     """The levels above: one program, level by level."""
     width = leaf_ops.tree_width(length)
     count = (length - 1) // 4096 + 1
     twice_level = count * 0 + 6
     while count > 1:
-        BELOW = TREE + 2 * leaf_ops.tree_level(width, twice_level)
+        below = leaf_ops.tree_level(width, twice_level)
         twice_level += 2
-        NODES = TREE + 2 * leaf_ops.tree_level(width, twice_level)
+        here = leaf_ops.tree_level(width, twice_level)
+        BELOW = TREE + 2 * below
+        NODES = TREE + 2 * here
         next_count = (count + 3) // 4
         for start in range(0, next_count, 256):
             node = start + tl.arange(0, 256)
@@ -60,6 +77,10 @@ def range_upper(TREE, length):
             greatest = tl.max(tl.load(BELOW + 2 * child + 1), 1)
             tl.store(NODES + 2 * node, least, mask=node < next_count)
             tl.store(NODES + 2 * node + 1, greatest, mask=node < next_count)
+            found = tl.zeros((256,), tl.int64)
+            for step in tl.static_range(4):
+                found = found | tl.load(SETS + below + tl.minimum(node * 4 + step, count - 1))
+            tl.store(SETS + here + node, found, mask=node < next_count)
         tl.debug_barrier()  # the next level reads what other threads wrote
         count = next_count
 
@@ -114,7 +135,7 @@ def _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD: tl.constexpr, I
 
 @triton.jit
 def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, caps, trees, trusted, MASK_MOD: tl.constexpr,
-           MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+           MASK_BOUNDS: tl.constexpr, SHARPER_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
     """(full, partial) of 64 blocks, each 0 or 1; blocks past the end are neither, one that a length cuts is never full."""
     lane = tl.arange(0, STRIP)
     valid = tl.where(lane < cols - strip * STRIP, 1, 0)
@@ -134,6 +155,12 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
             hole = tl.where(undecided > 0, tl.maximum(hole, 1 - tl.min(kept, 1)), hole)
             todo = undecided * (1 - some * hole)
             point += 1
+        if SHARPER_BOUNDS is not None:
+            if tl.sum(todo, 0) > 0:
+                must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted,
+                                    SHARPER_BOUNDS, IS_TRANSPOSED)
+                some = tl.where(todo > 0, tl.maximum(some, must), some)
+                todo = todo * may * (1 - must)
         left = tl.sum(todo, 0)
         while left > 0:
             at = tl.min(tl.where(todo > 0, lane, STRIP), 0)
@@ -180,7 +207,7 @@ def _closed(SPOT, cols, is_on, ends, stop, room):
 
 @triton.jit
 def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_tile, own_len, other_len, lines, room,
-              MASK_MOD: tl.constexpr, MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+              MASK_MOD: tl.constexpr, MASK_BOUNDS: tl.constexpr, SHARPER_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
     """One unsorted row of the table; grid: groups * lines programs.
 
     A row of more than `room` spans of a kind becomes one partial span from its first to its last block, which is always
@@ -210,6 +237,12 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
                             IS_TRANSPOSED)
         whole = must * tl.where(hi - lo == STRIP * other_tile - 1, 1, 0)  # one that a length cuts is looked at by block
         undecided = may * (1 - whole)
+        if SHARPER_BOUNDS is not None:
+            if tl.sum(tl.where(lane < count, undecided, 0), 0) > FEW:
+                must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, SHARPER_BOUNDS,
+                                    IS_TRANSPOSED)
+                whole = must * tl.where(hi - lo == STRIP * other_tile - 1, 1, 0)
+                undecided = may * (1 - whole)
         here = zero
         while here < count:
             begin = here
@@ -220,7 +253,7 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
             first_block = top * STRIP + zero
             if end == here:  # an undecided strip, block by block
                 full, partial = _strip(top + here, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, caps, trees,
-                                       trusted, MASK_MOD, MASK_BOUNDS, IS_TRANSPOSED)
+                                       trusted, MASK_MOD, MASK_BOUNDS, SHARPER_BOUNDS, IS_TRANSPOSED)
                 first_block = (top + here) * STRIP
                 unit = zero + 1
                 begin = zero

@@ -198,17 +198,35 @@ def tree_level(width, twice_level):
 
 
 @triton.jit
-def over_range(TREE, first, last, length, IS_LEAST: tl.constexpr):
-    """Least or greatest element at flat positions first .. last, or of a few more around them.
+def covering_nodes(first, last, length):
+    """(first node of a level, the first and the last of its nodes that hold flat positions first .. last).
 
-    TREE holds (least, greatest) of every 64 elements, then of every 4 of those, and so on (skeletons/block_map.py); the
-    lowest level is taken at which at most four nodes cover the range: from 192 elements on the second, from 768 the third."""
+    A tree has a node for every 64 elements, then for every 4 of those, and so on (skeletons/block_map.py); the lowest level
+    is taken at which at most four nodes cover the range: from 192 elements on the second, from 768 the third."""
     times = (last - first) // 192
     exponent = (times.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     twice_level = tl.where(times > 0, (exponent >> 1 << 1) + 2, 0)
     left = tl.maximum(first >> (twice_level + 6), 0)  # an empty tensor has one node
     right = tl.maximum(last >> (twice_level + 6), 0)
-    nodes = TREE + 2 * tree_level(tree_width(length), twice_level) + (0 if IS_LEAST else 1)
+    return tree_level(tree_width(length), twice_level), left, right
+
+
+@triton.jit
+def values_over_range(SETS, first, last, length):
+    """The elements at flat positions first .. last, or of a few more around them, as a set of 64 bits: element modulo 64."""
+    level, left, right = covering_nodes(first, last, length)
+    nodes = SETS + level
+    found = tl.load(nodes + left)
+    for step in tl.static_range(1, 4):
+        found = found | tl.load(nodes + tl.minimum(left + step, right))
+    return found
+
+
+@triton.jit
+def over_range(TREE, first, last, length, IS_LEAST: tl.constexpr):
+    """Least or greatest element at flat positions first .. last, or of a few more around them; TREE holds both of each node."""
+    level, left, right = covering_nodes(first, last, length)
+    nodes = TREE + 2 * level + (0 if IS_LEAST else 1)
     value = tl.load(nodes + 2 * left)
     for step in tl.static_range(1, 4):
         other = tl.load(nodes + 2 * tl.minimum(left + step, right))
