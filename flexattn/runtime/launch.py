@@ -143,7 +143,7 @@ class Ready(NamedTuple):
 
 def _run(
     problem: Problem, plan: Plan, kernel: str, start: Callable[[Ready], Any], fixed: Callable[[], dict[str, Any]],
-    key: tuple[Any, ...], *, common: dict[str, Any] | None = None, **wants: Any,
+    key: tuple[Any, ...], *, common: Common | None = None, **wants: Any,
 ) -> Any:  # fmt: skip
     """Starts the launch of a kernel that is ready for these sizes, or makes it ready.
 
@@ -153,19 +153,19 @@ def _run(
         start: Allocates results and starts the launch it is given.
         fixed: Makes the arguments that this kernel has beside those of every kernel, as far as they are sizes.
         key: What `fixed` rests on beside the sizes of q, k and v.
-        common: Of a backward kernel, the arguments it shares with the others.
+        common: Of a backward kernel, what it shares with the others.
         wants: Fields of the kernel's spec.
     """
-    d_out = None if common is None else common["D_OUT"]
-    whole_key = (kernel, _sizes(problem), None if d_out is None else _facts(d_out), *key, *wants.values())
+    sizes = (_sizes(problem), None) if common is None else common.sizes
+    whole_key = (kernel, *sizes, *key, *wants.values())
     known: dict[Any, Ready] = plan.memo.setdefault("ready", {})
     ready = known.get(whole_key)
     if ready is not None:
         return start(ready)
-    arguments = {**_fixed(problem, kernel), **fixed(), **({} if d_out is None else {"d_out_strides": d_out.stride()})}
-    examples = {**_inputs(problem), "D_OUT": d_out}
-    make = lambda chosen: _ready(problem, kernel, chosen, {**arguments, **examples})
-    layout = None if d_out is None else tensor_layout(d_out)
+    d_out = None if common is None else common.arguments["D_OUT"]
+    layout, steps = (None, {}) if d_out is None else (tensor_layout(d_out), {"d_out_strides": d_out.stride()})
+    arguments = {**_fixed(problem), **fixed(), **steps, **_inputs(problem), "D_OUT": d_out}
+    make = lambda chosen: _ready(problem, kernel, chosen, arguments)
     ready = make(choose(problem, plan, kernel, lambda chosen: start(make(chosen)), d_out=layout, **wants))
     if not devices.is_capturing(problem.q.device):  # a call then times nothing, a later one may
         _keep(known, whole_key, ready)
@@ -212,7 +212,7 @@ def _inputs(problem: Problem) -> dict[str, Any]:
     return {"Q": problem.q, "K": problem.k, "V": problem.v, "caps": flat_arguments(*bound(problem))}
 
 
-def _fixed(problem: Problem, kernel: str) -> dict[str, Any]:
+def _fixed(problem: Problem) -> dict[str, Any]:
     """The sizes that every attention kernel has."""
     q, k, v = problem.q, problem.k, problem.v
     return {
@@ -248,16 +248,21 @@ def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
 
 
 # ---------------------------------------------------------------- backward kernels
-def run_delta(
-    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
-) -> dict[str, Any]:
-    """Runs the pre-pass; returns the tensors and captured values that both gradient kernels have."""
+class Common(NamedTuple):
+    """What both gradient kernels have: tensors and captured values, and the key of everything that follows from sizes."""
+
+    arguments: dict[str, Any]
+    sizes: tuple[Any, ...]
+
+
+def run_delta(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Common:
+    """Runs the pre-pass; returns what the gradient kernels take from it."""
     delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
     launch = _delta_launch(plan, out, d_out, d_lse is not None)
     d_lse = lse if d_lse is None else d_lse.to(torch.float32).contiguous()
     terms = {"D_OUT": d_out, "DELTA": delta, "ROW_LSE": row_lse}
     launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, **terms}, device=out.device)
-    return {**_inputs(problem), **terms}
+    return Common({**_inputs(problem), **terms}, (_sizes(problem), _facts(d_out)))
 
 
 def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> Starts:
@@ -282,7 +287,7 @@ def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> St
 
 
 def run_dq(
-    problem: Problem, plan: Plan, common: dict[str, Any], need_q: bool, need_captures: Sequence[bool]
+    problem: Problem, plan: Plan, common: Common, need_q: bool, need_captures: Sequence[bool]
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """dq and the sums of captured tensors; no launch where neither is needed."""
     q = problem.q
@@ -295,7 +300,7 @@ def run_dq(
         dq = torch.empty_permuted(q.shape, order, dtype=q.dtype, device=q.device) if need_q else None
         sums = tuple(torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in slots)
         results = {"DQ": q if dq is None else dq, "sums": sums or (0,)}
-        ready.launch({**common, **_table(problem, ready), **results}, device=q.device)
+        ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
         return dq, sums
 
     fixed = lambda: {"dq_strides": dense_strides(tuple(q.shape), order)}
@@ -306,7 +311,7 @@ def run_dq(
 
 
 def run_dkdv(
-    problem: Problem, plan: Plan, common: dict[str, Any], need_k: bool, need_v: bool
+    problem: Problem, plan: Plan, common: Common, need_k: bool, need_v: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """dk and dv in their tensors' dtypes; no launch where neither is needed."""
     if not need_k and not need_v:
@@ -318,7 +323,7 @@ def run_dkdv(
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device) if need_k else None
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device) if need_v else None
         results = {"DK": k if dk is None else dk, "DV": v if dv is None else dv}
-        ready.launch({**common, **_table(problem, ready), **results}, device=q.device)
+        ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
         return dk, dv
 
     fixed = lambda: {
