@@ -329,8 +329,11 @@ def _tidied(runs: Runs) -> tuple[KeyRun, ...]:
         where = tuple(e for e in run.where if e.op != "const")
         if all(e.attr for e in run.where if e.op == "const"):
             kept.append(KeyRun(_strongest(run.lower, lower=True), _strongest(run.upper, lower=False), where))
-    kept = list(dict.fromkeys(kept))
-    return tuple(b for b in kept if not any(a is not b and _covers(a, b) for a in kept))
+    found: Runs = []
+    for run in kept:
+        if not any(_covers(a, run) for a in found):
+            found = [*(b for b in found if not _covers(run, b)), run]
+    return tuple(found)
 
 
 def _covers(a: KeyRun, b: KeyRun) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
 import random
 import time
 
@@ -66,6 +66,10 @@ MASKS = {
         lambda b, h, q, k: (q > 50) == (k > 20),
         "21 <= kv_idx where 50 < q_idx or kv_idx <= 20 where q_idx <= 50",
     ),
+    "the same run twice, in another order": (
+        lambda b, h, q, k: ((k <= q) & (k <= START[q])) | ((k <= START[q]) & (k <= q)),
+        "kv_idx <= min(q_idx, cap0[q_idx])",
+    ),
     "a float of the row": (
         lambda b, h, q, k: ~(q * 0.5 < 20.0) & (k <= q),
         "kv_idx <= q_idx where ~(q_idx*0.5 < 20)",
@@ -112,32 +116,65 @@ def test_masks_without_a_formula(name: str) -> None:
     assert closed_form(trace(NONE[name], "mask")) is None
 
 
-def _random_mask(rng: random.Random):
-    """A boolean combination of comparisons in which kv_idx occurs once."""
-    c = [rng.randint(-9, 40) for _ in range(4)]
-    by = rng.choice((3, 8, 16))
-    atoms = [
-        lambda b, h, q, k: q - k <= c[0],
-        lambda b, h, q, k: (k + c[1]) // by >= q // by - h,
-        lambda b, h, q, k: 2 * k + 3 * q < 4 * c[2] + 60,
-        lambda b, h, q, k: (k - q + b).abs() > c[3] // 4,
-        lambda b, h, q, k: (k // by == c[1] // 8) | (q < c[2]),
-        lambda b, h, q, k: torch.maximum(k, q - c[0]) < 30 + c[3],
-    ]
-    one, two, three = rng.sample(atoms, 3)
-    joins = [lambda x, y: x & y, lambda x, y: x | y, lambda x, y: x ^ y, lambda x, y: x & ~y]
-    first, second = rng.choice(joins), rng.choice(joins)
-    return lambda *i: second(first(one(*i), two(*i)), three(*i))
+class _Grammar:
+    """Boolean combinations of comparisons in which kv_idx mostly occurs once."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        table = lambda n: torch.tensor([rng.randint(-5, 45) for _ in range(n)])
+        first, second, few = table(50), table(50), table(4)
+        self.rows = [
+            lambda b, h, q, k: q,
+            lambda b, h, q, k: first[q],
+            lambda b, h, q, k: few[b],
+            lambda b, h, q, k: h * 5 + q // 6,
+            lambda b, h, q, k: q % 7 - q * 2,
+            lambda b, h, q, k: second[q] - few[h],
+        ]
+
+    def keyed(self):
+        n, by, s = self.rng.randint(-20, 40), self.rng.choice((2, 3, 8)), self.rng.choice((-3, -2, -1, 1, 2, 3))
+        row = self.rng.choice(self.rows)
+        return self.rng.choice(
+            [
+                lambda *i: i[3],
+                lambda *i: s * i[3] + row(*i),
+                lambda *i: (i[3] - row(*i) + n).abs(),
+                lambda *i: (s * i[3] + n) // by + row(*i),
+                lambda *i: torch.minimum(i[3] + n, row(*i)),
+                lambda *i: (torch.maximum(s * i[3], row(*i)) - n).abs() // by,
+            ]
+        )
+
+    def comparison(self):
+        x, row, n = self.keyed(), self.rng.choice(self.rows), self.rng.randint(-20, 40)
+        compare = self.rng.choice([operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne])
+        return lambda *i: compare(x(*i), row(*i) + n)
+
+    def mask(self, depth: int):
+        if not depth:
+            return self.comparison()
+        a, b = self.mask(depth - 1), self.mask(self.rng.randint(0, depth - 1))
+        return self.rng.choice(
+            [
+                lambda *i: a(*i) & b(*i),
+                lambda *i: a(*i) | b(*i),
+                lambda *i: a(*i) ^ b(*i),
+                lambda *i: ~a(*i) & b(*i),
+                lambda *i: torch.where(a(*i), b(*i), ~b(*i)),
+            ]
+        )
 
 
-def test_random_combinations() -> None:
-    rng = random.Random(5)
-    found = 0
-    for _, (q_len, kv_len) in itertools.product(range(60), [(37, 53)]):
-        mask_mod = _random_mask(rng)
-        mask = create_block_mask(mask_mod, 2, 2, q_len, kv_len, "cpu")
+@pytest.mark.parametrize("seed", range(6))
+def test_random_combinations(seed: int) -> None:
+    grammar, found = _Grammar(seed), 0
+    for n in range(50):
+        mask_mod = grammar.mask(n % 3)
+        q_len, kv_len = grammar.rng.choice([(50, 37), (31, 50), (1, 50), (50, 3)])
+        mask = create_block_mask(mask_mod, 3, 3, q_len, kv_len, "cpu")
         if mask.traced is not None and closed_form(mask.traced) is not None:
-            assert count(mask_mod, 2, 2, q_len, kv_len) == int(mask.to_mask().sum())
+            assert count(mask_mod, 3, 3, q_len, kv_len) == int(mask.to_mask().sum()), (seed, n)
             found += 1
     assert found > 40
 
