@@ -120,9 +120,9 @@ def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, m
         └────────┘
         ·· empty  ▒▒ partial  ██ full
         blocks of 128 x 128 tokens
-          empty   6  37.5%: by proof
-          partial 4  25.0%: by witnesses
-          full    6  37.5%: by proof
+          empty   6 (37.5%): by proof
+          partial 4 (25.0%): by witnesses
+          full    6 (37.5%): by proof
         density 50.10% of pairs: 131,328 of 262,144 kept, exact, by formula
         FLOPs saved 37.5%; lanes wasted in partial blocks 49.6%
         keys of a query: kv_idx <= q_idx
@@ -216,14 +216,18 @@ def window_svg(window: MaskWindow) -> str:
 class _Plot:
     """A drawing in the making: cells in tokens, axes, a legend."""
 
-    LEFT, TOP = 86.0, 58.0
+    TOP = 58.0
 
     def __init__(self, queries: tuple[int, int], keys: tuple[int, int], cells: Sequence[int]) -> None:
         self.ranges = queries, keys
         longest = max(b - a for a, b in self.ranges)
         side = min(PLOT, max(160.0, 24.0 * max(*cells, 1)))
         self.height, self.width = (max(36.0, side * (b - a) / longest) for a, b in self.ranges)
+        self.left = 36 + 7.2 * max(len(f"{t:,}") for t in self._ticks(0))
         self.parts: list[str] = []
+
+    def _ticks(self, axis: int) -> list[int]:
+        return ticks(*self.ranges[axis], most=5 if (self.height, self.width)[axis] > 100 else 2)
 
     def at(self, axis: int, token: float) -> float:
         """Pixels from the plot's corner; a token past the end is at the end."""
@@ -246,7 +250,7 @@ class _Plot:
     def _axes(self) -> str:
         parts = [f'<rect width="{self.width:.5g}" height="{self.height:.5g}" fill="none" stroke="#555"/>']
         for axis in (0, 1):
-            for token in ticks(*self.ranges[axis], most=5 if (self.height, self.width)[axis] > 100 else 2):
+            for token in self._ticks(axis):
                 at = self.at(axis, token)
                 if axis:
                     parts.append(f'<path d="M{at:.5g} -5V0" stroke="#555"/>')
@@ -256,8 +260,7 @@ class _Plot:
                     parts.append(f'<text x="-9" y="{at + 4:.5g}" text-anchor="end">{token:,}</text>')
         middle = f"{self.height / 2:.5g}"
         parts.append(f'<text x="{self.width / 2:.5g}" y="-28" text-anchor="middle">key</text>')
-        left = 20 + 7.2 * max(len(f"{t:,}") for t in ticks(*self.ranges[0]))
-        turned = f'transform="translate(-{left:g} {middle}) rotate(-90)"'
+        turned = f'transform="translate({14 - self.left:.5g} {middle}) rotate(-90)"'
         parts.append(f'<text {turned} text-anchor="middle">query</text>')
         return "".join(parts)
 
@@ -274,9 +277,9 @@ class _Plot:
             words = markup.escape(" ".join(line.split()))
             parts.append(f'<text x="{indent}" y="{below + 32 + 17 * n:.5g}">{words}</text>')
         longest = max(map(len, (title, *notes)))
-        width = self.LEFT + max(self.width + 30, 6.4 * longest)
+        width = self.left + max(self.width + 30, 6.4 * longest)
         height = self.TOP + below + 24 + 17 * (1 + len(notes))
-        box = f"{-self.LEFT:g} {-self.TOP:g} {width:.5g} {height:.5g}"
+        box = f"{-self.left:.5g} {-self.TOP:g} {width:.5g} {height:.5g}"
         style = 'font-family="sans-serif" font-size="12" fill="#222" style="background:white"'
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.5g}" height="{height:.5g}" viewBox="{box}" {style}>'

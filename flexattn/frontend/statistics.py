@@ -116,7 +116,7 @@ class MaskStatistics:
             n, ways = self.blocks[kind], self.decided[kind]
             how = ", ".join(f"by {way}" if m == n else f"{m:,} by {way}" for way, m in ways.items())
             share = "<0.1%" if 0 < n / total < 0.0005 else f"{n / total:.1%}"
-            found.append(f"  {kind:<7} {n:>{width},} {share:>6}" + (f": {how}" if how else ""))
+            found.append(f"  {kind:<7} {n:>{width},} ({share})" + (f": {how}" if how else ""))
         return [*found, self._density_line(), self._work_line(), *self._formula_lines()]
 
     def _density_line(self) -> str:
