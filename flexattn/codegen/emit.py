@@ -203,7 +203,7 @@ def _builder_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int
     """Of the kernels that make a mask's span table."""
     arguments = _Arguments(spec)
     if spec.kernel == "order":
-        arguments.plain(UNSORTED="*i32", ROWS="*i32", lines="i32")
+        arguments.plain(UNSORTED="*i32", ROWS="*i32", NEEDED="*i32", TOLD="*i32", lines="i32")
     elif spec.kernel == "block_map":
         trees = tuple(tree_type(spec.captures[slot]) for slot in spec.ranged) + ("*i64",) * len(spec.valued)
         arguments.plain(ROWS="*i32", EXTRA="*i32", NEEDED="*i32", WILD="*i32", trees=trees or ("i32",), heads="i32")

@@ -116,6 +116,7 @@ def test_trees_of_every_type(arch: int, dtype: str) -> None:
 
 
 def test_the_runtime_asks_for_these_tiles() -> None:
-    from flexattn.runtime import block_map
+    from flexattn.runtime import table_builder
 
-    assert (block_map._ROW, block_map._ORDER) == (ROW, ORDER)
+    assert (table_builder._ROW, table_builder._ORDER) == (ROW, ORDER)
+    assert (table_builder._LEAVES, table_builder._UPPER) == (LEAVES, UPPER)

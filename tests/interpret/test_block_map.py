@@ -17,8 +17,9 @@ from flexattn.codegen.skeletons import block_map as skeleton
 from flexattn.codegen.target import INTERPRETER
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import CaptureIndexError
-from flexattn.runtime import block_map, settings
-from flexattn.runtime.block_map import Built, build_table, build_tree, usual_spans
+from flexattn.runtime import block_map, settings, table_builder
+from flexattn.runtime.block_map import usual_spans
+from flexattn.runtime.table_builder import Built, build_table, build_tree
 from tests.frontend.mask_families import BATCH, HEADS, families
 from tests.frontend.mask_fuzz import Sizes, predicate
 from tests.frontend.test_mask_fuzz import budget
@@ -180,11 +181,16 @@ class LateReport:
 
     has_arrived = False
 
-    def __init__(self, needed: Tensor) -> None:
-        self.needed = needed
+    def __init__(self) -> None:
+        self.told = torch.full((1,), -1, dtype=torch.int32)
+
+    @property
+    def is_known(self) -> bool:
+        return LateReport.has_arrived
 
     def spans(self) -> int:
-        return int(self.needed) if LateReport.has_arrived else 0
+        assert int(self.told) >= 0, "the kernel has not said so"
+        return int(self.told) if LateReport.has_arrived else 0
 
 
 @pytest.fixture
@@ -222,7 +228,7 @@ def test_a_table_grows_once_the_device_has_said_how_much_its_rows_need(late: typ
 def test_a_table_that_would_be_too_large_has_less_room_and_says_so(
     late: type[LateReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_map, "_MOST_BYTES", 2 * 3 * 16)  # two rows with room for 3
+    monkeypatch.setattr(table_builder, "_MOST_BYTES", 2 * 3 * 16)  # two rows with room for 3
     mask, late.has_arrived = striped(48), True
     kept_table(mask)  # with room for 2
     with pytest.warns(settings.FlexPerformanceWarning, match="6 runs of tiles and its table room for 3"):

@@ -17,9 +17,10 @@ from flexattn import BlockMask, create_block_mask, flex_attention
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import StaleMaskError
 from flexattn.frontend.tile_map import TileMap
-from flexattn.runtime import block_map, settings
-from flexattn.runtime.block_map import Built, build_table, device_table
+from flexattn.runtime import block_map, settings, table_builder
+from flexattn.runtime.block_map import device_table
 from flexattn.runtime.device import target_for
+from flexattn.runtime.table_builder import Built, build_table
 from tests.frontend import library_masks
 from tests.frontend.library_masks import LIBRARY
 from tests.frontend.mask_families import BATCH, HEADS, families
@@ -113,7 +114,7 @@ def test_integers_that_wrap_around_are_found_on_the_device() -> None:
     for far in (7, 2**62, 2**63 - 1, -(2**63)):
         start = torch.tensor([far, 40], device=GPU)
         mask = create_block_mask(lambda b, h, i, j: i + start[b] > j, 2, None, 130, 150, device=GPU)
-        assert int(block_map._wild(mask.predicate, (start,))) == (abs(far) > 2**62)
+        assert int(table_builder._wild(mask.predicate, (start,))) == (abs(far) > 2**62)
         check_both(mask, TILES[:1])
 
 
@@ -165,7 +166,7 @@ def test_a_deterministic_table_has_grown_at_once(deterministic: None) -> None:
 
 
 def test_a_table_that_may_not_grow_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_map, "_MOST_BYTES", 4 * 8 * 16)  # four rows of 8 spans of a kind
+    monkeypatch.setattr(table_builder, "_MOST_BYTES", 4 * 8 * 16)  # four rows of 8 spans of a kind
     settings.forget_warnings()
     mask, tile = stripes(64 * 60), tiles_of(64, 64)
     first = device_table(mask, tile, transposed=False)

@@ -293,8 +293,12 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
 
 
 @triton.jit
-def block_order(UNSORTED, ROWS, lines, LINES_AT_ONCE: tl.constexpr, OTHERS: tl.constexpr):
-    """Rows of one group in falling order of cost, equal ones as they were; grid: groups * ceil(lines / LINES_AT_ONCE)."""
+def block_order(UNSORTED, ROWS, NEEDED, TOLD, lines, LINES_AT_ONCE: tl.constexpr, OTHERS: tl.constexpr):
+    """Rows of one group in falling order of cost, equal ones as they were; grid: groups * ceil(lines / LINES_AT_ONCE).
+
+    TOLD gets NEEDED, which is settled by now; it may lie in the host's memory."""
+    if tl.program_id(0) == 0:
+        tl.store(TOLD, tl.load(NEEDED))
     chunks = (lines + LINES_AT_ONCE - 1) // LINES_AT_ONCE
     group = tl.program_id(0) // chunks
     own = (tl.program_id(0) % chunks) * LINES_AT_ONCE + tl.arange(0, LINES_AT_ONCE)
