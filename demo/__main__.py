@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -69,18 +70,13 @@ def show_mask(text: PackedText, device: torch.device) -> None:
     document, length = text.document.to(device), len(text.tokens)
     start = time.perf_counter()
     whole = build_mask(document)
-    tiles = whole.tile_map(128, 128)
+    whole.tile_map(128, 128)
     seconds = time.perf_counter() - start
     print(
-        f"The whole text: {length:,} x {length:,} pairs, {tiles.density():.2%} of them kept, "
-        f"{whole.sparsity():.2f} % of the blocks skipped; built in {1e3 * seconds:.0f} ms"
+        f"The whole text, {length:,} x {length:,} pairs, which as a boolean matrix would be {length**2 / 1e9:,.0f} GB; "
+        f"built in {1e3 * seconds:.0f} ms:"
     )
-    print(f"  as a boolean matrix it would be {length**2 / 1e9:,.0f} GB")
-    shares = {how.replace("_", " "): n for how, n in tiles.decided.items() if isinstance(n, int) and n}
-    print(
-        f"  how its {shares.pop('tiles'):,} blocks were decided: {', '.join(f'{n:,} {how}' for how, n in shares.items())}"
-    )
-
+    print(textwrap.indent(str(whole.statistics()), "  "))
     save(whole, "mask_whole.png", f"causal, documents: all {length:,} characters")
 
 
