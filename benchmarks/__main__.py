@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     gpu.add_argument("--variants", nargs="+", choices=problems.VARIANTS, default=list(problems.VARIANTS))
     gpu.add_argument("--decode-shapes", nargs="+", choices=tuple(problems.DECODE_SHAPES))
     gpu.add_argument("--mask-lengths", nargs="+", type=int, default=list(masks.LENGTHS))
-    gpu.add_argument("--mask-variants", nargs="+", choices=problems.VARIANTS[1:4], default=list(masks.VARIANTS))
+    gpu.add_argument("--mask-variants", nargs="+", choices=masks.VARIANTS, default=list(masks.VARIANTS))
     gpu.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(DEFAULT_PEERS))
     gpu.add_argument("--warm", type=int, default=0, help="compile in this many processes first")
     gpu.add_argument("--budget", type=float, help="seconds after which no new case starts")

@@ -1,7 +1,8 @@
-"""Building a block mask from its predicate, from 16,384 to a million tokens: ours against torch's builder, eager and compiled.
+"""Making a mask's tables, from 16,384 to a million tokens: ours against torch's builder, eager and compiled.
 
-The idea: torch evaluates every pair, so a length is tried only if the one before it says that memory and time allow it; the
-numbers of kept and of full blocks are checked against a formula at every length, where torch cannot go too.
+The idea: a mask is new every time, as in training, and what is timed is what a forward and a backward at head dim 128 read. A
+result is checked first: ours against the tile map that the CPU makes by another way, torch's by its numbers of blocks.
+torch evaluates every pair, so a length is tried only if the one before it says that memory and time allow it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,27 +19,100 @@ from benchmarks import timing
 from benchmarks.attention import forget_compiled
 from benchmarks.check import WrongResult
 from benchmarks.peers import PEERS, compiled
-from benchmarks.problems import Shape, Variant, count_blocks, make_variant
+from benchmarks.problems import VARIANTS as FORMULAS
+from benchmarks.problems import (
+    Shape,
+    Variant,
+    count_blocks,
+    document_ids,
+    document_mask,
+    document_starts,
+    make_variant,
+)
 from benchmarks.results import OURS
 from benchmarks.session import Session
 
-LENGTHS = (16384, 65536, 131072, 262144, 1048576)
-VARIANTS = ("causal", "documents")
-BLOCK = 128
+LENGTHS = (16384, 65536, 131072, 1048576)
+VARIANTS = (
+    "causal", "window", "documents", "documents32", "documents1000", "prefix", "sink", "unsorted", "neighbourhood",
+    "dilated", "blocks", "random ids",
+)  # fmt: skip
+COMPARED = ("causal", "documents", "blocks")  # with torch; each length costs a compilation of some seconds
+LONGEST = {"blocks": 131072, "random ids": 65536}  # their tables, or their answers, grow with the square of the length
+BLOCK, DIM = 128, 128
 MOST_SECONDS = 20.0  # predicted for one build of torch's, which grow with the square of the length
 BYTES_A_PAIR = 10  # of torch's eager builder: 2.7 GB at 16,384 tokens, 43 GB at 65,536
+SECONDS = 50.0  # after which torch's builders start no further length
 Build = Callable[[Variant, int, torch.device], Any]
 
 
+class Made(NamedTuple):
+    """The tables of a mask on a GPU: (tile sizes, rows are tiles of keys, table)."""
+
+    tables: tuple[tuple[tuple[int, int], bool, Any], ...]
+
+
+def mask_variant(name: str, length: int, device: torch.device) -> Variant:
+    """One of VARIANTS; its key ranges are left out where a query keeps more than one run of keys."""
+    if name in FORMULAS:
+        return make_variant(name, Shape(1, 1, length, 1), device)
+    none = torch.zeros(0, dtype=torch.int64)
+    return Variant(name, None, _mask(name, length, device), none, none)
+
+
+def _mask(name: str, length: int, device: torch.device) -> Callable[..., Any]:
+    draw = torch.Generator().manual_seed(0)
+    if name in ("documents32", "documents1000", "unsorted"):
+        ids = document_ids(document_starts(length, 1000 if name == "documents1000" else 32))
+        return document_mask((ids.roll(length // 3) if name == "unsorted" else ids).to(device))
+    if name == "prefix":
+        shared = length // 3
+        return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < shared)
+    if name == "sink":
+        return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((kv_idx < 4) | (q_idx - kv_idx < 1024))
+    if name == "neighbourhood":
+        width = 1 << (length.bit_length() // 2)
+        return lambda b, h, q_idx, kv_idx: (
+            ((q_idx // width - kv_idx // width).abs() <= 6) & ((q_idx % width - kv_idx % width).abs() <= 6)
+        )
+    if name == "dilated":
+        return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % 4 == 0)
+    if name == "blocks":
+        chosen = (torch.rand(length // BLOCK, length // BLOCK, generator=draw) < 0.125).to(device)
+        return lambda b, h, q_idx, kv_idx: chosen[q_idx // BLOCK, kv_idx // BLOCK]
+    values = torch.randint(0, 64, (length,), generator=draw, dtype=torch.int32).to(device)
+    return lambda b, h, q_idx, kv_idx: values[q_idx] == values[kv_idx]
+
+
+# ---------------------------------------------------------------- builders
 def build_ours(variant: Variant, length: int, device: torch.device) -> Any:
-    """create_block_mask, and the tables of 128 x 128 tiles in both directions, as a forward and a backward need them."""
+    """create_block_mask and its tables in both directions, in the tiles of a forward and a backward; on a CPU 128 x 128."""
     import flexattn
 
     mask = flexattn.create_block_mask(variant.mask_mod, None, None, length, length, device=device)
-    tiles = mask.tile_map(BLOCK, BLOCK)
-    tiles.table(False)
-    tiles.table(True)
-    return tiles
+    if device.type != "cuda":
+        tiles = mask.tile_map(BLOCK, BLOCK)
+        tiles.table(False)
+        tiles.table(True)
+        return tiles
+    from flexattn.runtime.block_map import device_table
+
+    wanted = _tables(mask.predicate.traced.program, length, device)
+    return Made(tuple(((x.BLOCK_M, x.BLOCK_N), t, device_table(mask, x, transposed=t)) for x, t in wanted))
+
+
+@functools.lru_cache(maxsize=256)
+def _tables(program: Any, length: int, device: torch.device) -> tuple[tuple[Any, bool], ...]:
+    """(configuration, transposed) of each table that the kernels of a training step at head dim 128 prefer, each once."""
+    from flexattn.codegen.tile_config import candidates
+    from flexattn.runtime.device import target_for
+
+    sizes = {"element_bytes": 2, "qk_dim": DIM, "v_dim": DIM, "q_len": length, "programs": (program,)}
+    found: dict[tuple[int, int, bool], tuple[Any, bool]] = {}
+    for kernel in ("forward", "dq", "dkdv"):
+        config, transposed = candidates(kernel, target_for(device), **sizes)[0], kernel == "dkdv"
+        found.setdefault((config.BLOCK_M, config.BLOCK_N, transposed), (config, transposed))
+    return tuple(found.values())
 
 
 def build_torch(variant: Variant, length: int, device: torch.device, *, compile: bool) -> Any:
@@ -56,55 +130,94 @@ BUILDERS: dict[str, Build] = {
 }
 
 
+# ---------------------------------------------------------------- checks
 def counts(built: Any) -> tuple[int, int]:
     """(blocks with a kept pair, full blocks) of a builder's result."""
     if hasattr(built, "dense"):
-        dense = built.dense()
-        return int((dense > 0).sum()), int((dense == 2).sum())
+        full, partial = built.full.tiles(), built.partial.tiles()
+        return full + partial, full
     full = int(built.full_kv_num_blocks.sum())
     return int(built.kv_num_blocks.sum()) + full, full
 
 
+def _check(built: Any, variant: Variant, length: int) -> list[int]:
+    """Compares a result; returns its numbers of kept and of full blocks."""
+    import flexattn
+
+    on_cpu = flexattn.create_block_mask(variant.mask_mod, None, None, length, length).to("cpu")
+    if isinstance(built, Made):
+        for tile, transposed, table in built.tables:
+            wanted = on_cpu.tile_map(*tile)
+            _same(*_numbers(table), wanted.full.tiles() + wanted.partial.tiles(), wanted.full.tiles())
+            rows = wanted.table(transposed).rows
+            for field in (1, 2):  # of every row
+                if not torch.equal(table.rows[0, :, field].cpu().sort().values, rows[0, :, field].sort().values):
+                    raise WrongResult(f"rows of tiles {tile} have other numbers of blocks than the CPU's")
+        kept, full = _numbers(built.tables[0][2])
+        return [kept, full]
+    wanted_counts = count_blocks(variant, BLOCK) if variant.first.numel() else counts(on_cpu.tile_map(BLOCK, BLOCK))
+    _same(*counts(built), *wanted_counts)
+    return list(wanted_counts)
+
+
+def _numbers(table: Any) -> tuple[int, int]:
+    full, partial = (int(table.rows[..., field].sum(dtype=torch.int64)) for field in (1, 2))
+    return full + partial, full
+
+
+def _same(kept: int, full: int, wanted_kept: int, wanted_full: int) -> None:
+    if (kept, full) != (wanted_kept, wanted_full):
+        raise WrongResult(f"{kept} kept and {full} full blocks, expected {wanted_kept} and {wanted_full}")
+
+
+# ---------------------------------------------------------------- measuring
 def run(session: Session, lengths: Sequence[int], variants: Sequence[str] = VARIANTS) -> None:
-    """All builders at all lengths, the shortest first."""
-    for name in variants:
-        seconds: dict[str, tuple[int, float]] = {}  # builder -> (length, seconds) of its longest build so far
-        for length in sorted(lengths):
-            if session.out_of_time():
-                session.say(f"no time left for the mask {name} at {length}")
-                continue
-            _run_length(session, name, length, seconds)
+    """Ours at all lengths, then torch's builders beside it, the shortest first."""
+    seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of the longest build so far: (length, seconds)
+    begin = time.monotonic()
+    for impl in BUILDERS:
+        for name in variants:
+            for length in sorted(lengths):
+                if length > LONGEST.get(name, length) or impl != OURS and name not in COMPARED:
+                    continue
+                if session.out_of_time() or impl != OURS and time.monotonic() - begin > SECONDS:
+                    session.say(f"no time left for the mask {name} at {length} of {impl}")
+                    continue
+                _run_one(session, impl, name, length, seconds)
 
 
-def _run_length(session: Session, name: str, length: int, seconds: dict[str, tuple[int, float]]) -> None:
-    forget_compiled()
-    variant = make_variant(name, Shape(1, 1, length, 1), session.device)
-    for impl, build in BUILDERS.items():
-        peer, where = PEERS[impl], (str(length), name)
-        if reason := too_much(impl, length, seconds.get(impl), _free_bytes(session.device)):
-            session.record("mask", where, peer, status="skipped", reason=reason)
-            continue
-        begin = time.perf_counter()
-        try:
-            row = _measure(session, build, variant, length)
-        except Exception as error:
-            session.failed(["mask"], where, peer, error)
-            seconds[impl] = (length, float("inf")) if impl != OURS else (length, 0.0)
-            continue
-        seconds[impl] = (length, row["ms"] / 1e3)
-        session.record("mask", where, peer, **row, first_s=time.perf_counter() - begin)
+def _run_one(
+    session: Session, impl: str, name: str, length: int, seconds: dict[tuple[str, str], tuple[int, float]]
+) -> None:
+    peer, where = PEERS[impl], (str(length), name)
+    if reason := too_much(impl, length, seconds.get((impl, name)), _free_bytes(session.device)):
+        session.record("mask", where, peer, status="skipped", reason=reason)
+        return
+    if impl != OURS:
+        forget_compiled()
+    begin = time.perf_counter()
+    try:
+        row = _measure(session, BUILDERS[impl], mask_variant(name, length, session.device), length)
+    except Exception as error:
+        session.failed(["mask"], where, peer, error)
+        seconds[impl, name] = (length, float("inf"))
+        return
+    seconds[impl, name] = (length, row["ms"] / 1e3)
+    session.record("mask", where, peer, **row, first_s=time.perf_counter() - begin)
 
 
 def _measure(session: Session, build: Build, variant: Variant, length: int) -> dict[str, Any]:
-    """Median wall time of a build, its peak memory; the result is checked first."""
+    """Median wall time of a build until its result is there, its peak memory, and of ours device and host time apart; the
+    result is checked first."""
     device = session.device
     built = build(variant, length, device)
-    expected, found = count_blocks(variant, BLOCK), counts(built)
-    if found != expected:
-        raise WrongResult(f"{found[0]} kept and {found[1]} full blocks, by formula {expected[0]} and {expected[1]}")
+    is_ours = isinstance(built, Made)
+    row: dict[str, Any] = {"blocks": _check(built, variant, length)}
+    if is_ours:
+        row["tiles"] = ["x".join(map(str, tile)) + (" by column" if t else "") for tile, t, _ in built.tables]
     del built
     run = lambda: build(variant, length, device)
-    row: dict[str, Any] = {}
+    run()  # rows that did not fit have said so
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -112,9 +225,12 @@ def _measure(session: Session, build: Build, variant: Variant, length: int) -> d
     first = timing.wall_milliseconds(run, 1, device)
     if device.type == "cuda":
         row["mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    repeats = max(0, min(session.rounds - 1, int(2e3 / max(first, 1e-3))))
+    repeats = max(0, min(2 * session.rounds, int(5e2 / max(first, 1e-3))))
     times = [first, *(timing.wall_milliseconds(run, 1, device) for _ in range(repeats))]
-    return {"ms": statistics.median(times), "rounds": len(times), "blocks": list(expected), **row}
+    if is_ours and first < 100:
+        row["device_ms"] = statistics.median(timing.milliseconds(run, 4, device) for _ in range(3))
+        row["host_ms"] = statistics.median(timing.host_milliseconds(run, 10, device) for _ in range(5))
+    return {"ms": statistics.median(times), "rounds": len(times), **row}
 
 
 def too_much(impl: str, length: int, last: tuple[int, float] | None, free: float) -> str | None:

@@ -468,6 +468,17 @@ def test_torchs_builder_is_not_tried_where_it_cannot_end() -> None:
     assert "failed at 65536" in str(masks.too_much("torch_flex", 131072, (65536, float("inf")), free))
 
 
+@pytest.mark.parametrize("name", masks.VARIANTS)
+def test_masks_of_the_figures_are_what_torch_builds(name: str) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    variant = masks.mask_variant(name, 2048, CPU)
+    torchs = create_block_mask(variant.mask_mod, None, None, 2048, 2048, device="cpu")
+    ours = masks.build_ours(variant, 2048, CPU)
+    assert masks.counts(ours) == masks.counts(torchs)
+    assert masks._check(torchs, variant, 2048) == list(masks.counts(ours))
+
+
 def test_a_wrong_block_mask_is_found() -> None:
     variant = problems.make_variant("causal", Shape(1, 1, 1024, 1), CPU)
     other = problems.make_variant("window", Shape(1, 1, 1024, 1), CPU)
