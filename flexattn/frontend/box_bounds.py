@@ -31,7 +31,8 @@ class BoxBounds(NamedTuple):
 
     Attributes:
         must, may: truth expressions over q_lo, q_hi, kv_lo, kv_hi (both ends inclusive), b and h.
-        sharper: both once more, where sets of values say more; dearer. None for a mask that compares no two reads.
+        sharper: both once more, by sets of values instead of extremes where two reads are compared; what either proves holds.
+            None for a mask that compares no two reads.
         ranged: slots of the captured tensors whose least and greatest elements over ranges are read.
         valued: slots of those whose sets of values over ranges are read.
     """
@@ -75,7 +76,7 @@ def box_bounds(program: Program, *, of_rows: bool = False) -> BoxBounds:
 
 
 def _bounded(body: Expr, variables: dict[str, tuple[str, str]], *, sets: bool) -> Ends:
-    """(must, may), with sets of values or without."""
+    """(must, may), by extremes, or where two reads are compared by sets of values."""
     tracer = Trace(_AllLiteral(), remember=False)  # type: ignore[arg-type]
     reads: dict[Expr, _Range] = {}
 
@@ -100,12 +101,11 @@ def _bounded(body: Expr, variables: dict[str, tuple[str, str]], *, sets: bool) -
             return rebuild(node, [known[0][0], node.args[1]]), rebuild(node, [known[0][1], node.args[1]])
         if node.op == "cast":
             return _cast_bounds(known[0], node.dtype)
-        pairs = [tuple(Proxy(end, tracer) for end in ends) for ends in known]
-        found = OPS[node.op].bounds(*pairs)
-        low, high = _expr(found[0], node.dtype), _expr(found[1], node.dtype)
         if sets and _compares_reads(node) and all(a in reads for a in node.args):
-            return _apart(node, [reads[a] for a in node.args], (low, high))
-        return low, high
+            return _apart(node, [reads[a] for a in node.args])
+        pairs = [tuple(Proxy(end, tracer) for end in ends) for ends in known]
+        low, high = OPS[node.op].bounds(*pairs)
+        return _expr(low, node.dtype), _expr(high, node.dtype)
 
     must, may = fold([body], visit)[0] or _UNKNOWN
     return simplify(convert(must, torch.bool)), simplify(convert(may, torch.bool))
@@ -181,16 +181,14 @@ def _compares_reads(node: Expr) -> bool:
     return node.op in ("eq", "ne") and all(a.op == "load" and a.args and a.dtype == torch.int64 for a in node.args)
 
 
-def _apart(node: Expr, ranges: list[_Range], ends: Ends) -> Ends:
-    """Sharper bounds of a comparison: ranges that have no value in common are unequal everywhere."""
+def _apart(node: Expr, ranges: list[_Range]) -> Ends:
+    """Bounds of a comparison by sets: ranges that have no value in common are unequal everywhere."""
     sets = []
     for read, found in zip(node.args, ranges, strict=True):
         values = intern("values", found[:3], read.attr, torch.int64)
         sets.append(make("where", found.outside, -1, values))  # such a read gives 0
-    apart = make("eq", make("and", *sets), 0)
-    if node.op == "eq":
-        return ends[0], make("and", ends[1], make("not", apart))
-    return make("or", ends[0], apart), ends[1]
+    common = make("ne", make("and", *sets), 0)
+    return (_UNKNOWN[0], common) if node.op == "eq" else (make("not", common), _UNKNOWN[1])
 
 
 def _flat_range(node: Expr, index: list[Ends]) -> _Range:

@@ -241,8 +241,8 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
             if tl.sum(tl.where(lane < count, undecided, 0), 0) > FEW:
                 must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, SHARPER_BOUNDS,
                                     IS_TRANSPOSED)
-                whole = must * tl.where(hi - lo == STRIP * other_tile - 1, 1, 0)
-                undecided = may * (1 - whole)
+                whole = tl.maximum(whole, must * tl.where(hi - lo == STRIP * other_tile - 1, 1, 0))
+                undecided = undecided * may * (1 - whole)
         here = zero
         while here < count:
             begin = here
