@@ -193,15 +193,17 @@ def _correction_scratch(config: TileConfig, problem: TileProblem) -> int:
 def _relayout(sides: _Sides, problem: TileProblem, by_registers: bool) -> int:
     """Bytes an element of the tile of scores that captured reads may add to a loop of one stage."""
     is_turned = by_registers and sides.own < problem.pad
-    return 4 if is_turned or (problem.kernel == "dq" and problem.target.family == "tcgen05") else 1
+    is_copied = problem.target.family == "tcgen05" and (
+        problem.kernel == "dq" or (problem.kernel == "dkdv" and problem.reads.element > 0)
+    )
+    return 4 if is_turned or is_copied else 1
 
 
 def _element_scratch(problem: TileProblem) -> int:
     """Bytes an element that is read or added to one by one takes on its way between two layouts: by Triton's version a part
     of the tile or, as said here, all of it."""
-    if problem.kernel == "dq" and problem.reads.may_have_gradient:
-        return 4
-    return 0 if not problem.reads.is_narrow else 4 if problem.target.family == "tcgen05" else 2
+    is_added = problem.kernel == "dq" and problem.reads.may_have_gradient
+    return 4 if is_added or problem.reads.is_narrow else 0
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:

@@ -21,6 +21,7 @@ from flexattn.codegen.shared_memory import (
     tile_dims,
 )
 from flexattn.codegen.target import Target
+from flexattn.codegen.tile_preferences import AMD, DEFAULT, GATHERING, MASKED, SCORED, SHORT, SINGLE, SMALLEST, Rows
 from flexattn.errors import OptionError, UnsupportedError
 from flexattn.frontend.gradient import passes_gradient
 
@@ -33,108 +34,6 @@ AT_MOST = 3  # configurations a direction may try
 _DEP_Q, _DEP_KV = 8, 16
 _CHOSEN = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # what a caller may fix
 _SUFFIX = {"forward": "", "dkdv": "1", "dq": "2"}  # of torch's names for the tiles of a kernel
-
-
-# (largest padded head dim, configurations), best first; 16-bit inputs. Rows below the first fitting one follow it.
-_Rows = tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...]
-_WGMMA: dict[str, _Rows] = {
-    "forward": (
-        (64, ((64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2))),
-        (128, ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
-        (256, ((128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1))),
-        (512, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    ),
-    "dq": (
-        (64, ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3))),
-        (128, ((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
-        (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
-        (512, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
-    ),
-    "dkdv": (
-        (64, ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3))),
-        (128, ((64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 2))),
-        (256, ((32, 64, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1))),
-        (512, ((32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
-    ),
-}
-_WGMMA_MASKED: dict[str, dict[str, _Rows]] = {  # short rows of tiles, many of them partial
-    "plain": {"forward": (), "dq": (), "dkdv": ()},
-    "banded": {
-        "forward": (),
-        "dq": ((128, ((64, 64, 4, 2),)),),
-        "dkdv": ((64, ((64, 64, 4, 2),)),),
-    },
-    "reading": {  # nothing hides the latency of reads in a partial tile but other warps
-        "forward": ((64, ((64, 128, 4, 2),)), (128, ((64, 64, 4, 2), (128, 128, 8, 3)))),
-        "dq": ((128, ((64, 64, 4, 2),)),),
-        "dkdv": ((64, ((64, 64, 4, 2),)),),
-    },
-}
-_WGMMA_SCORED: dict[str, _Rows] = {  # a score_mod's derivative takes registers that the larger tiles do not have
-    "forward": (),
-    "dq": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))),),
-    "dkdv": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))), (128, ((32, 64, 4, 3), (32, 64, 4, 2)))),
-}
-_TCGEN05_OWN = {  # where 4 warps, or one stage more, spill hundreds of bytes a thread
-    ("forward", 256): ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
-    ("dq", 256): ((64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
-    ("dkdv", 128): ((64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
-    ("dkdv", 256): ((32, 64, 8, 1), (32, 32, 4, 1)),
-}
-_TCGEN05: dict[str, _Rows] = {
-    kernel: tuple((pad, _TCGEN05_OWN.get((kernel, pad), configs)) for pad, configs in rows)
-    for kernel, rows in _WGMMA.items()
-}
-_MMA: dict[str, _Rows] = {
-    "forward": (
-        (64, ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
-        (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))),
-        (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
-        (512, ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
-    ),
-    "dq": (
-        (64, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1))),
-        (128, ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1))),
-        (256, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
-        (512, ((16, 16, 4, 1),)),
-    ),
-    "dkdv": (
-        (64, ((64, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 1))),
-        (128, ((64, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 1))),
-        (256, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
-        (512, ((16, 16, 4, 1),)),
-    ),
-}
-_AMD: dict[str, _Rows] = {"dkdv": ((64, ((32, 64, 4, 2),)),)}  # 64 rows of queries spill there
-# float32: products run on ordinary arithmetic units, which hold whole rows of both operands in registers: small tiles lose
-# little, compile fast and do not spill
-_SINGLE: dict[str, _Rows] = {
-    "forward": (
-        (64, ((64, 32, 8, 2), (32, 32, 4, 1), (16, 32, 4, 1))),
-        (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-        (256, ((32, 16, 4, 1), (16, 16, 4, 1))),
-        (512, ((16, 16, 4, 1),)),
-    ),
-    "dq": (
-        (64, ((32, 32, 8, 1), (32, 32, 4, 1), (16, 32, 4, 1))),
-        (128, ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-        (256, ((16, 16, 4, 1),)),
-        (512, ((16, 16, 4, 1), (4, 16, 4, 1))),
-    ),
-    "dkdv": (
-        (64, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
-        (128, ((16, 32, 4, 1), (16, 16, 4, 1))),
-        (256, ((16, 16, 4, 1),)),
-        (512, ((16, 16, 4, 1), (16, 4, 4, 1))),
-    ),
-}
-_SMALLEST = (TileConfig(32, 32, 4, 1), TileConfig(32, 16, 4, 1), TileConfig(16, 16, 4, 1))
-_SHORT = (TileConfig(32, 64, 4, 2), TileConfig(16, 64, 4, 2), TileConfig(16, 32, 4, 1))
-_GATHERING = {  # captured reads along both axes keep an address an element in registers: more threads, smaller tiles
-    "forward": (TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2)),
-    "dq": (TileConfig(64, 64, 8, 2), TileConfig(64, 32, 4, 2)),
-    "dkdv": (TileConfig(64, 64, 8, 2), TileConfig(32, 64, 4, 2)),
-}
 _INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 
 
@@ -236,7 +135,7 @@ def _preferred(problem: TileProblem) -> tuple[TileConfig, ...]:
     if problem.target.is_interpreter:
         return _INTERPRETER
     listed = [c for c in _listed(problem) if is_legal(c, problem)]
-    fallback = [c for c in _SMALLEST if is_legal(c, problem) and c not in listed]
+    fallback = [c for c in SMALLEST if is_legal(c, problem) and c not in listed]
     found = list(dict.fromkeys(listed + fallback))[:AT_MOST]
     if not found:
         raise UnsupportedError(
@@ -253,7 +152,7 @@ def _largest_dim(problem: TileProblem) -> int:
     dims = [
         dim
         for dim in (2048, 1024, 512, 256, 128, 64, 32, 16)
-        for c in _SMALLEST
+        for c in SMALLEST
         if is_legal(c, replace(problem, qk_pad=dim, v_pad=dim))
     ]
     return dims[0] if dims else 0
@@ -261,17 +160,19 @@ def _largest_dim(problem: TileProblem) -> int:
 
 def _listed(problem: TileProblem) -> list[TileConfig]:
     """The preference list of this family, from the row of this head dim on."""
-    by_family = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}
-    table = _SINGLE if problem.element_bytes == 4 else by_family[problem.target.family]
-    is_scored = problem.has_score and problem.element_bytes == 2 and problem.target.family != "mma"
-    scored = _WGMMA_SCORED[problem.kernel] if is_scored else ()
-    amd = _AMD.get(problem.kernel, ()) if problem.target.is_amd and problem.element_bytes == 2 else ()
-    masked = _WGMMA_MASKED[problem.mask][problem.kernel] if table is _WGMMA else ()
-    preferences: _Rows = (*scored, *masked, *amd, *table[problem.kernel])
-    listed = [TileConfig(*c) for pad, configs in preferences if pad >= problem.pad for c in configs]
-    gathering = problem.gathers > 0 and problem.element_bytes == 2 and problem.pad <= 128
-    short = problem.is_short and problem.kernel == "forward"
-    return [*(_SHORT if short else ()), *(_GATHERING[problem.kernel] if gathering else ()), *listed]
+    family, kernel = problem.target.family, problem.kernel
+    if problem.element_bytes == 4:
+        return [TileConfig(*c) for pad, configs in SINGLE[kernel] if pad >= problem.pad for c in configs]
+    preferences: list[Rows] = [DEFAULT[family][kernel]]
+    if problem.target.is_amd:
+        preferences.insert(0, AMD.get(kernel, ()))
+    preferences.insert(0, MASKED[family].get(problem.mask, {}).get(kernel, ()))
+    if problem.has_score and family != "mma":
+        preferences.insert(0, SCORED[kernel])
+    if problem.gathers:
+        preferences.insert(0, GATHERING[family][kernel])
+    listed = [TileConfig(*c) for rows in preferences for pad, configs in rows if pad >= problem.pad for c in configs]
+    return [*(SHORT if problem.is_short and kernel == "forward" else ()), *listed]
 
 
 def _with_options(problem: TileProblem, found: tuple[TileConfig, ...], options: Any) -> tuple[TileConfig, ...]:

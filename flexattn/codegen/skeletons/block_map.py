@@ -176,33 +176,48 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
 
 # ---------------------------------------------------------------- runs
 @triton.jit
-def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, start, stop, blocks, room):
-    """Walks lanes begin .. end of one kind's states: each change is an end of a span, kept in order at SPOT."""
-    inside = (lane >= begin) & (lane < end)
-    states = tl.where(inside, states, 0)
-    packed = tl.sum(states.to(tl.int64) << lane.to(tl.int64), 0)
-    before = ((packed << 1) | (is_on.to(tl.int64) << begin.to(tl.int64))) >> lane.to(tl.int64)
-    change = tl.where(inside, states ^ (before & 1).to(tl.int32), 0)
-    found = tl.sum(change, 0)
-    position = first_block + lane * unit
-    if found > 0:
-        order = ends + tl.cumsum(change, 0) - change
-        tl.store(SPOT + order, position, mask=(change > 0) & (order < 2 * room))
-        start += tl.sum(tl.where((change > 0) & (order == 0), position, 0), 0)
-        stop += tl.sum(tl.where((change > 0) & (order == 1), position, 0), 0)
-    blocks += tl.sum(states, 0) * unit
-    is_on = ((packed >> (end - 1).to(tl.int64)) & 1).to(tl.int32)
-    return is_on, ends + found, start, stop, blocks
+def _ones(bits):
+    """How many bits of 64 are set: a dozen operations of one thread, where a sum over lanes waits for five shuffles."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits += bits >> 8
+    bits += bits >> 16
+    bits += bits >> 32
+    return (bits & 127).to(tl.int32)
 
 
 @triton.jit
-def _closed(SPOT, cols, is_on, ends, stop, room):
-    """(ends, stop of the first span) once the row is over: a span that is open reaches its end."""
+def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, start, stop, last, blocks, room):
+    """Walks lanes begin .. end of one kind's states: each change is an end of a span, kept in order at SPOT."""
+    place = lane.to(tl.int64)
+    states = tl.where((lane >= begin) & (lane < end), states, 0)
+    packed = tl.sum(states.to(tl.int64) << place, 0)
+    before = (packed << 1) | (is_on.to(tl.int64) << begin.to(tl.int64))
+    is_on = ((packed >> (end - 1).to(tl.int64)) & 1).to(tl.int32)
+    behind = tl.where(end < STRIP, is_on, 0).to(tl.int64) << tl.minimum(end, STRIP - 1).to(tl.int64)  # not looked at yet
+    change = packed ^ before ^ behind
+    found = _ones(change)
+    if found > 0:
+        here = ((change >> place) & 1).to(tl.int32)
+        order = ends + tl.cumsum(here, 0) - here
+        position = first_block + lane * unit
+        tl.store(SPOT + order, position, mask=(here > 0) & (order < 2 * room))
+        start += tl.sum(tl.where((here > 0) & (order == 0), position, 0), 0)
+        stop += tl.sum(tl.where((here > 0) & (order == 1), position, 0), 0)
+        last = tl.maximum(last, tl.max(tl.where(here > 0, position, 0), 0))
+    return is_on, ends + found, start, stop, last, blocks + _ones(packed) * unit
+
+
+@triton.jit
+def _closed(SPOT, cols, is_on, ends, stop, last, room):
+    """(ends, stop of the first span, the last end) once the row is over: a span that is open reaches its end."""
     if is_on > 0:
         tl.store(SPOT + ends, cols, mask=ends < 2 * room)
         stop = tl.where(ends == 1, cols, stop)
+        last = cols
         ends += 1
-    return ends, stop
+    return ends, stop, last
 
 
 @triton.jit
@@ -227,9 +242,8 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
     F_SPOT = EXTRA + at
     P_SPOT = F_SPOT + 2 * room
     zero = line * 0
-    f_on, f_ends, f_start, f_stop, f_blocks = zero, zero, zero, zero, zero
-    p_on, p_ends, p_start, p_stop, p_blocks = zero, zero, zero, zero, zero
-    least, most = zero + 2147483647, zero
+    f_on, f_ends, f_start, f_stop, f_last, f_blocks = zero, zero, zero, zero, zero, zero
+    p_on, p_ends, p_start, p_stop, p_last, p_blocks = zero, zero, zero, zero, zero, zero
     for top in range(0, strips, STRIP):
         count = tl.minimum(strips - top, STRIP)
         lo, hi = _extent(top + lane, strips, STRIP * other_tile, other_len)
@@ -261,21 +275,19 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
                 here += 1
             else:
                 here = end
-            f_on, f_ends, f_start, f_stop, f_blocks = _changes(F_SPOT, full, lane, begin, end, first_block, unit, f_on,
-                                                               f_ends, f_start, f_stop, f_blocks, room)
-            p_on, p_ends, p_start, p_stop, p_blocks = _changes(P_SPOT, partial, lane, begin, end, first_block, unit, p_on,
-                                                               p_ends, p_start, p_stop, p_blocks, room)
-            seen = (full + partial > 0) & (lane >= begin) & (lane < end)
-            position = first_block + lane * unit
-            least = tl.minimum(least, tl.min(tl.where(seen, position, 2147483647), 0))
-            most = tl.maximum(most, tl.max(tl.where(seen, position + unit, 0), 0))
-    f_ends, f_stop = _closed(F_SPOT, cols, f_on, f_ends, f_stop, room)
-    p_ends, p_stop = _closed(P_SPOT, cols, p_on, p_ends, p_stop, room)
+            f_on, f_ends, f_start, f_stop, f_last, f_blocks = _changes(F_SPOT, full, lane, begin, end, first_block, unit, f_on,
+                                                                       f_ends, f_start, f_stop, f_last, f_blocks, room)
+            p_on, p_ends, p_start, p_stop, p_last, p_blocks = _changes(P_SPOT, partial, lane, begin, end, first_block, unit,
+                                                                       p_on, p_ends, p_start, p_stop, p_last, p_blocks, room)
+    f_ends, f_stop, f_last = _closed(F_SPOT, cols, f_on, f_ends, f_stop, f_last, room)
+    p_ends, p_stop, p_last = _closed(P_SPOT, cols, p_on, p_ends, p_stop, p_last, room)
     spans = tl.maximum(f_ends, p_ends) // 2
     if spans > room:
         tl.atomic_max(NEEDED, spans)
+        least = tl.minimum(tl.where(f_ends > 0, f_start, cols), tl.where(p_ends > 0, p_start, cols))
+        most = tl.maximum(f_last, p_last)
         f_blocks, f_ends, f_start, f_stop = zero, zero, zero, zero
-        p_blocks, p_ends, p_start, p_stop = tl.minimum(most, cols) - least, zero + 2, least, tl.minimum(most, cols)
+        p_blocks, p_ends, p_start, p_stop = most - least, zero + 2, least, most
     ROW = ROWS + tl.program_id(0).to(tl.int64) * ROW_INTS
     first_extra = (at // 2).to(tl.int32)
     tl.store(ROW, line)
