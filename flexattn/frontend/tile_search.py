@@ -18,7 +18,7 @@ from flexattn.frontend.refine import FAN, POINTS_AT_ONCE, Predicate, any_of, cel
 from flexattn.frontend.spans import Grid, LineRuns, Spans, chunks, how_many, picked, spots, taken
 
 TOP_BOXES = 1024  # rectangles of the first level, at most
-BOXES_AT_ONCE = 1 << 15  # together with the next one: what bounds the memory of a build
+BOXES_AT_ONCE = 1 << 14  # together with the next one: what bounds the memory of a build
 
 
 class Found(NamedTuple):
