@@ -197,18 +197,15 @@ def _same(a: Traced | None, b: Traced | None) -> bool:
 
 def moved(traced: Traced | None, part: Slice) -> Traced | None:
     """The mask of the picked batches, heads and rows: its indices count from 0 again."""
-    parts, q = _Composer(), part.q
-    deps = traced.program.body.deps if traced is not None else 0
-    swap = {}
+    if traced is None:
+        return None
+    parts, swap, deps = _Composer(), {}, traced.program.body.deps
     if deps & DEP_B:
         swap[var("b")] = _picked(parts, part.b, var("b"))
     if deps & DEP_H:
         swap[var("h")] = _picked(parts, part.h, var("h"))
-    swap[var("q_idx")] = row = _picked_row(parts, q)
-    body = parts.body(traced, swap) if traced is not None else const(True, torch.bool)
-    if q.limit is not None:
-        body = make("and", body, make("lt", row, num(parts.number(q.limit), torch.int64)))
-    out = parts.traced(body, traced.program.name if traced is not None else "rows")
+    swap[var("q_idx")] = _picked_row(parts, part.q)
+    out = parts.traced(parts.body(traced, swap), traced.program.name)
     return None if keeps_all(out) else out
 
 
@@ -222,6 +219,8 @@ def _picked_row(parts: _Composer, q: RowPick) -> Expr:
     row = var("q_idx")
     if q.pick.table is None:
         return make("add", row, num(parts.number(q.pick.start * q.block), torch.int64)) if q.pick.start else row
+    if q.block == 1:
+        return parts.read(q.pick.table, row)
     block = parts.read(q.pick.table, make("floordiv", row, q.block))
     return make("add", make("mul", block, q.block), make("mod", row, q.block))
 

@@ -28,9 +28,7 @@ def sliced_function(mask_mod: MaskMod, part: Slice) -> MaskMod:
 def _sliced_mask(
     mask_mod: MaskMod, b: Pick, h: Pick, q: RowPick, b_idx: Any, h_idx: Any, q_idx: Any, kv_idx: Any
 ) -> Any:
-    row = q.of(q_idx)
-    kept = mask_mod(b.of(b_idx), h.of(h_idx), row, kv_idx)
-    return kept if q.limit is None else kept & (row < q.limit)
+    return mask_mod(b.of(b_idx), h.of(h_idx), q.of(q_idx), kv_idx)
 
 
 def shifted_function(mask_mod: MaskMod, q: int, kv: int) -> MaskMod:

@@ -52,7 +52,9 @@ class MaskOperations(TorchLists):
     def __getitem__(self, index: Any) -> Self:
         """The mask of some batches, heads and rows of blocks.
 
-        An int keeps its dimension (of size 1); slices, integer and bool tensors and lists work too, each axis by itself.
+        An int keeps its dimension (of size 1); slices, integer and bool tensors and lists work too, each axis by itself. A
+        block that the length cuts brings the rows that it has; where it is not the last one picked, the rows behind it move
+        up, so that no block is left as it was and a list mask becomes a predicate mask.
         Unlike torch's, the result keeps its mask function, moved with the rows: row r of `mask[:, :, i:]` is row
         `i * BLOCK_SIZE[0] + r` of `mask`, and its `mask_mod` counts from 0. To decode one query at position p from a mask
         over the whole sequence, torch's idiom works too, with the unsliced mask's function:
@@ -64,13 +66,14 @@ class MaskOperations(TorchLists):
         Raises:
             CaptureIndexError: a position is out of range.
             ShapeError: more than three indices, or lists without batch and head dimensions.
+            CallError: an index of another kind.
         """
         index, mask = index if isinstance(index, tuple) else (index,), self._mask
-        if len(index) > 3 or len(mask.sizes) != 2:
+        if len(mask.sizes) != 2:
             raise ShapeError(
-                "a BlockMask [B, H, rows] takes up to three indices",
-                given=f"{len(index)} for {len(mask.sizes)} leading dimensions",
-                hint="block_mask[b, h, rows]; lists need batch and head dimensions for it",
+                "slicing takes a BlockMask [B, H, rows]",
+                given=f"{len(mask.sizes)} leading dimensions",
+                hint="lists with batch and head dimensions",
             )
         self._check_movable("Slicing")
         rows = (
@@ -80,6 +83,8 @@ class MaskOperations(TorchLists):
         part = read_slice(index, axes, block=mask.block[0], q_len=mask.lengths[0], device=mask.device)
         if isinstance(mask, PredicateMask):
             return self._like(mask.sliced(part))
+        if part.q.block != mask.block[0]:
+            return self._made(mask.as_predicate().sliced(part))
         options: dict[str, Any] = {n: part.cut(self._list(n)) for n in KV_LISTS}
         options |= {"BLOCK_SIZE": mask.block, "mask_mod": sliced_function(mask.function, part)}
         options |= {"seq_lengths": (part.q_len, mask.lengths[1]), "compute_q_blocks": self._style.transposes}

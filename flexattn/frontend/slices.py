@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.errors import CaptureIndexError
+from flexattn.errors import CallError, CaptureIndexError, ShapeError
 
 
 class Pick(NamedTuple):
@@ -29,15 +29,16 @@ class Pick(NamedTuple):
 
 
 class RowPick(NamedTuple):
-    """The same for query rows, taken by whole blocks; `limit` drops rows of a ragged block that is not the last one."""
+    """The same for query rows: whole blocks of so many, or single rows (block 1) where a block cut by the length is not last."""
 
     pick: Pick
     block: int
-    limit: int | None = None
 
     def of(self, index: Any) -> Any:
         if self.pick.table is None:
             return index + self.pick.start * self.block if self.pick.start else index
+        if self.block == 1:
+            return self.pick.table[index]
         return self.pick.table[index // self.block] * self.block + index % self.block
 
 
@@ -61,23 +62,47 @@ class Slice(NamedTuple):
 def read_slice(
     index: Sequence[Any], axes: tuple[int, ...], *, block: int, q_len: int, device: torch.device | str
 ) -> Slice:
-    """What `mask[index]` takes of axes (batch, heads, rows of blocks), for rows of `block` queries, `q_len` of them in all."""
-    wanted = (*index, *(slice(None),) * 3)[:3]
+    """What `mask[index]` takes of axes (batch, heads, rows of blocks), for rows of `block` queries, `q_len` of them in all.
+
+    Raises:
+        CaptureIndexError: a position is out of range, or there are too many indices.
+        CallError: something that is no index.
+    """
+    wanted = _filled(index, len(axes))
     at = tuple(_positions(i, n) for i, n in zip(wanted, axes, strict=True))
-    length, limit = _picked_length(at[2], block, q_len)
-    b, h, rows = (_pick(x, device) for x in at)
-    return Slice(at, b, h, RowPick(rows, block, limit), length)
+    rows, length = _rows(at[2], block, q_len, device)
+    b, h = (_pick(x, device) for x in at[:2])
+    return Slice(at, b, h, rows, length)
+
+
+def _filled(index: Sequence[Any], axes: int) -> list[Any]:
+    """An index for every axis; `...` stands for those that are not named."""
+    dots = [n for n, i in enumerate(index) if i is Ellipsis]
+    named = len(index) - len(dots)
+    if named > axes or len(dots) > 1:
+        given, hint = f"{named} and {len(dots)} times ...", "block_mask[b, h, rows] or block_mask[..., rows]"
+        raise ShapeError(f"a BlockMask [B, H, rows] takes up to {axes} indices", given=given, hint=hint)
+    at = dots[0] if dots else len(index)
+    rest = [slice(None)] * (axes - named)
+    return [*index[:at], *rest, *index[at + 1 :]]
 
 
 def _positions(index: Any, size: int) -> Sequence[int]:
     """The positions that an index takes of an axis of `size`."""
     if isinstance(index, slice):
         return range(*index.indices(size))
-    if isinstance(index, Tensor):
-        index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
+    if hasattr(index, "tolist"):  # of torch or NumPy
         index = index.tolist()
-    wanted = [index] if isinstance(index, int) else list(index)
+    wanted = index if isinstance(index, (list, tuple, range)) else [index]
+    if wanted and all(isinstance(i, bool) for i in wanted) and wanted is index:
+        if len(wanted) != size:
+            given, hint = f"{len(wanted)} for an axis of {size}", "a truth value for each position"
+            raise CaptureIndexError("a mask of positions must be as long as its axis", given=given, hint=hint)
+        wanted = [n for n, taken in enumerate(wanted) if taken]
     for i in wanted:
+        if isinstance(i, bool) or not isinstance(i, int):
+            hint = "an integer, a slice, or integers or truth values along one axis"
+            raise CallError("a BlockMask takes no such index", given=repr(index), hint=hint)
         if not -size <= i < size:
             given, hint = f"{i} for an axis of {size}", f"-{size} to {size - 1}; its rows are blocks, not positions"
             raise CaptureIndexError("index out of range for a BlockMask", given=given, hint=hint)
@@ -92,11 +117,14 @@ def _pick(positions: Sequence[int], device: torch.device | str) -> Pick:
     return Pick(0, torch.tensor(list(positions), dtype=torch.int64, device=device))
 
 
-def _picked_length(rows: Sequence[int], block: int, q_len: int) -> tuple[int, int | None]:
-    """(tokens in the picked rows of blocks, limit on original positions if a ragged block is not the last one)."""
-    short = -q_len % block
-    ragged = q_len // block if short else -1
-    length = len(rows) * block
-    if len(rows) and rows[-1] == ragged:
-        length -= short
-    return length, q_len if ragged in rows[:-1] else None
+def _rows(blocks: Sequence[int], block: int, q_len: int, device: torch.device | str) -> tuple[RowPick, int]:
+    """The picked rows, and how many they are. A block that the length cuts brings the rows it has, wherever it stands."""
+    if isinstance(blocks, range) and blocks.step == 1:
+        length = min(blocks.stop * block, q_len) - min(blocks.start * block, q_len) if len(blocks) else 0
+        return RowPick(_pick(blocks, device), block), length
+    heights = [max(0, min(block, q_len - n * block)) for n in blocks]
+    cut = next((n for n, height in enumerate(heights) if height < block), len(heights))
+    if not any(heights[cut + 1 :]):
+        return RowPick(_pick(blocks, device), block), sum(heights)
+    rows = [torch.arange(n * block, n * block + height) for n, height in zip(blocks, heights, strict=True)]
+    return RowPick(Pick(0, torch.cat(rows).to(device)), 1), sum(heights)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 import torch.utils._pytree as pytree
 
+from flexattn import flex_attention
 from flexattn.errors import (
     CaptureIndexError,
     DeviceError,
@@ -445,6 +446,10 @@ INDICES = [
     (slice(None), slice(None), torch.tensor([0, 2, 1])),
     (slice(None), torch.tensor([True, False, True])),
     ([1, 0], [2, 2, 0], [1]),
+    (Ellipsis, slice(1, None)),
+    (0, Ellipsis, [False, True, False, True]),
+    (slice(None), slice(None), slice(None, None, -1)),
+    (slice(None), slice(None), [3, 3, 0]),
 ]
 
 
@@ -460,32 +465,49 @@ def test_slices_are_rows_of_the_mask(index, name: str, kind: str) -> None:
             torch_flex.create_block_mask(MASKS[name], BATCH, HEADS, 300, N, "cpu", BLOCK_SIZE=(80, 48))
         )
     part = mask[index]
+    index = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
+        place = index.index(Ellipsis)
+        index[place : place + 1] = [slice(None)] * (4 - len(index))
+    index += [slice(None)] * (3 - len(index))
     at = []
-    for i, n in zip(
-        (*(index if isinstance(index, tuple) else (index,)), *(slice(None),) * 3)[:3], (BATCH, HEADS, 4), strict=True
-    ):
-        at.append(
-            torch.arange(n)[
-                [i] if isinstance(i, int) else i.long() if isinstance(i, torch.Tensor) and i.dtype == torch.int32 else i
-            ]
-        )
-    rows = (
-        torch.cat([torch.arange(r * 80, r * 80 + 80) for r in at[2]])
-        if len(at[2])
-        else torch.zeros(0, dtype=torch.long)
-    )
-    while len(rows) and rows[-1] >= 300:
-        rows = rows[:-1]
-    padded = torch.nn.functional.pad(kept, (0, 0, 0, 20))
-    want = padded[at[0]][:, at[1]][:, :, rows]
-    assert part.is_list == (kind == "list")
+    for i, n in zip(index, (BATCH, HEADS, 4), strict=True):
+        at.append(_taken(i, n))
+    rows = torch.tensor([r for n in at[2] for r in range(n * 80, min(n * 80 + 80, 300))], dtype=torch.long)
+    want = kept[at[0]][:, at[1]][:, :, rows]
+    moved_up = any(n == 3 for n in at[2][:-1])
+    assert part.is_list == (kind == "list" and not moved_up)
     assert part.shape == want.shape
     assert torch.equal(kept_by(part), want)
     assert torch.equal(part.to_mask(), want)
     if kind == "predicate" and want.numel():  # the function it shows says the same
         index4 = [torch.arange(n).view([-1 if i == d else 1 for d in range(4)]) for i, n in enumerate(want.shape)]
-        if not (rows >= 300).any():
-            assert torch.equal(torch.as_tensor(part.mask_mod(*index4)).expand(want.shape), want)
+        assert torch.equal(torch.as_tensor(part.mask_mod(*index4)).expand(want.shape), want)
+
+
+def _taken(index, size: int) -> list[int]:
+    if isinstance(index, int):
+        return [range(size)[index]]
+    if isinstance(index, slice):
+        return list(range(size)[index])
+    values = torch.as_tensor(index)
+    return (
+        [n for n in range(size) if values[n]]
+        if values.dtype == torch.bool
+        else [range(size)[n] for n in values.tolist()]
+    )
+
+
+def test_blocks_of_a_slice_fit_a_query_put_together_alike() -> None:
+    query = torch.randn(1, 2, 300, 16)
+    mask = create_block_mask(causal, None, None, 300, 300, "cpu")
+    whole = flex_attention(query, query, query, block_mask=mask)
+    picked = [query[:, :, 256:], query[:, :, :128]]
+    some = mask[:, :, [2, 0]]
+    assert some.shape == (1, 1, 172, 300)
+    out = flex_attention(torch.cat(picked, 2), query, query, block_mask=some)
+    torch.testing.assert_close(out, torch.cat((whole[:, :, 256:], whole[:, :, :128]), 2))
+    assert mask[:, :, ::-1].shape == (1, 1, 300, 300)
 
 
 def test_slicing_keeps_torchs_lists() -> None:
@@ -505,8 +527,15 @@ def test_bad_slices_are_refused() -> None:
         mask[2]
     with pytest.raises(IndexError):
         mask[0, 0, -3]
-    with pytest.raises(ShapeError, match="up to three indices"):
+    with pytest.raises(ShapeError, match="up to 3 indices"):
         mask[0, 0, 0, 0]
+    with pytest.raises(ShapeError, match="up to 3 indices"):
+        mask[..., 0, ...]
+    for index in (None, "a", 1.5, True, [[0]], {0}, [0, None]):
+        with pytest.raises(TypeError, match="takes no such index"):
+            mask[index]
+    with pytest.raises(IndexError, match="as long as its axis"):
+        mask[:, torch.tensor([True, False])]
 
 
 @pytest.mark.parametrize("heads", [None, 4])
