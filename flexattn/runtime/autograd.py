@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexattn.errors import UnsupportedError
 from flexattn.frontend.evaluate import without_autocast
-from flexattn.runtime import settings, stats, strict
+from flexattn.runtime import settings, stats, strict, transforms
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, output_like, stride_order
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -44,6 +42,7 @@ def attend(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]
     Returns: out [batch, q_heads, q_len, v_dim], lse [batch, q_heads, q_len], max_scores of that shape or None.
     """
     inputs = (problem.q, problem.k, problem.v, *problem.captures)
+    transforms.check_transforms(inputs)
     if settings.debug() and plan.backend == "triton" and not is_empty(problem):
         from flexattn.runtime.debug import check_reads
 
@@ -91,13 +90,26 @@ class FlexAttention(torch.autograd.Function):
         needs: Needs = (need_q, need_k, need_v, tuple(need_captures))
         if d_out is None and d_lse is None:
             return (None,) * (2 + ctx.inputs)
-        problem = ctx.problem.bind(*inputs[:3], tuple(inputs[3:]))
-        with torch.no_grad():
+        sources = (*inputs, d_out, d_lse)
+        with torch.no_grad(), transforms.outside() as unwrap:
+            inputs, out, lse = tuple(map(unwrap, inputs)), unwrap(out), unwrap(lse)
+            d_out, d_lse = (None if x is None else unwrap(x) for x in (d_out, d_lse))
+            problem = ctx.problem.bind(*inputs[:3], tuple(inputs[3:]))
             d_out = torch.zeros_like(out) if d_out is None else d_out
             grads = run_backward(problem, ctx.plan, (out, lse), (d_out, d_lse), needs)
         if torch.is_grad_enabled():  # create_graph=True
-            grads = _forbid_second_derivative(grads, inputs)
+            grads = transforms.forbid_second_derivative(grads, sources)
         return (None, None, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        """There is no rule for it."""
+        raise transforms.no_batching()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """There is none."""
+        raise transforms.no_forward_mode()
 
 
 FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  # type: ignore[attr-defined]  # or torch asks each call
@@ -177,27 +189,3 @@ def _alert_not_deterministic(plan: Plan) -> None:
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(message)
     settings.warn_once("deterministic captured gradients", message)
-
-
-def _forbid_second_derivative(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The same gradients, joined to the graph by a node that raises when somebody differentiates them."""
-    root = next(x for x in inputs if x.requires_grad)
-    return tuple(None if g is None else _Once.apply(g, root) for g in grads)
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(grad: Tensor, root: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        raise UnsupportedError(
-            "flex_attention cannot be differentiated twice",
-            given="a second backward pass through its gradients (create_graph=True)",
-            hint="torch.nn.functional.scaled_dot_product_attention on the math backend, or a dense formula in torch ops",
-        )

@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 import flexattn
 import flexattn.runtime.autograd
 from flexattn import AuxRequest, create_block_mask, flex_attention
+from flexattn.errors import UnsupportedError
 from flexattn.runtime import cpu, settings
 from flexattn.runtime.plan import Device, Layout, Plan
 from flexattn.runtime.reference import oracle
+from tests.helpers import assert_explains
 from tests.helpers import square_qkv as qkv
 
 CAUSAL = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
@@ -312,6 +314,42 @@ def test_function_transforms_give_first_derivatives():
     grad = torch.func.grad(lambda q: flex_attention(q, k, v, mask_mod=CAUSAL).square().sum())(q)
     leaf = q.clone().requires_grad_()
     close(grad, torch.autograd.grad(oracle(leaf, k, v, CAUSAL)[0].square().sum(), [leaf])[0])
+
+
+def test_function_transforms_reach_captured_tensors_through_score_mods():
+    q, k, v = (x.detach() for x in qkv())
+    table = torch.rand(k.shape[2])
+
+    def loss(q, table, attention):
+        score_mod = lambda score, b, h, q_idx, kv_idx: torch.tanh(score) * table[kv_idx]
+        return attention(q, score_mod).square().sum()
+
+    ours = lambda q, score_mod: flex_attention(q, k, v, score_mod=score_mod)
+    grads = torch.func.grad(lambda q, table: loss(q, table, ours), argnums=(0, 1))(q, table)
+    leaves = [q.clone().requires_grad_(), table.clone().requires_grad_()]
+    right = torch.autograd.grad(loss(*leaves, lambda q, score_mod: oracle(q, k, v, None, score_mod)[0]), leaves)
+    for got, want in zip(grads, right):
+        close(got, want)
+
+
+@pytest.mark.parametrize(
+    "transform, words",
+    [
+        (lambda f: lambda q: torch.func.jvp(f, (q,), (q,)), "no forward-mode derivative"),
+        (lambda f: torch.func.jacfwd(f), "forward-mode|vmap"),
+        (lambda f: lambda q: torch.vmap(f)(q[None]), "no rule for torch.vmap"),
+        (lambda f: lambda q: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(q[None]), "no rule for torch.vmap"),
+        (lambda f: torch.func.jacrev(f), "no rule for torch.vmap"),
+        (lambda f: torch.func.grad(lambda q: torch.func.grad(lambda x: f(x).sum())(q).sum()), "differentiated twice"),
+        (lambda f: lambda q: torch.autograd.functional.jvp(f, q, q), "differentiated twice"),
+        (lambda f: lambda q: torch.autograd.functional.jacobian(f, q, vectorize=True), "no rule for torch.vmap"),
+    ],
+)
+def test_what_function_transforms_cannot_do_says_so(transform, words):
+    q, k, v = (x.detach()[:1, :1, :5] for x in qkv())
+    with pytest.raises(UnsupportedError, match=words) as raised:
+        transform(lambda x: flex_attention(x, k, v, score_mod=lambda s, b, h, i, j: torch.tanh(s)))(q)
+    assert_explains(raised.value)
 
 
 def test_both_directions_tile_maps_exist_before_backward(monkeypatch):
