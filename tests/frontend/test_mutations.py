@@ -64,8 +64,8 @@ MUTATIONS = [  # (file, before, after)
     ("ops", "torch.where(out, torch.maximum(hi, high), hi)", "hi"),
     # ---------------------------------------------------------------- captured tensors
     ("interval", "torch.where(crossing, 0, a), torch.where(crossing,", "a, torch.where(crossing,"),
-    ("interval", "beyond = below | (z < 0) | (z >= n)", "beyond = below | (z < 0)"),
-    ("interval", "beyond = below | (z < 0) | (z >= n)", "beyond = (z < 0) | (z >= n)"),
+    ("interval", "below | (z < 0) | (z >= n)", "below | (z < 0)"),
+    ("interval", "below | (z < 0) | (z >= n)", "(z < 0) | (z >= n)"),
     ("interval", "right = z - (1 << level) + 1", "right = z - (1 << level)"),
     ("interval", "lo, hi = torch.where(outside, lo.clamp(max=0), lo), ", "lo, hi = lo, "),
     ("interval", "(x[:, 1:] >= x[:, :-1]).all()", "(x[:, 1:] >= x[:, :-1]).any()"),

@@ -298,6 +298,7 @@ REPEATING = {
     "rows of an image": lambda b, h, q, k: ((q // 24 - k // 24).abs() <= 2) & ((q % 24 - k % 24).abs() <= 3),
     "shifts": lambda b, h, q, k: (q >> 4) - (k >> 4) == h,
     "twice": lambda b, h, q, k: 2 * q - 2 * k + b > 9,
+    "negative": lambda b, h, q, k: -q + k >= -30,
     "read at the distance": lambda b, h, q, k: DISTANCES[(q - k).abs()] > 3,
 }
 DISTANCES = torch.arange(1000) % 7
