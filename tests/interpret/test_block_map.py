@@ -203,6 +203,26 @@ def late(monkeypatch: pytest.MonkeyPatch) -> type[LateReport]:
     return LateReport
 
 
+def test_a_place_is_used_again_only_after_a_kernel_has_written_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory, **options: zeros(*shape, **options))
+    for places in (block_map._FREE, block_map._LEFT):
+        places.clear()
+    first, second = block_map._Report(), block_map._Report()
+    assert (first.spans(), first.is_known) == (0, False)
+    first.told.fill_(5)
+    assert (first.spans(), first.is_known, second.is_known) == (5, True, False)
+    early, late = first.told.data_ptr(), second.told.data_ptr()
+    del first, second
+    third = block_map._Report()
+    assert third.told.data_ptr() == early and third.spans() == 0
+    assert late not in {place.tensor.data_ptr() for place in block_map._FREE}
+    next(p for p in block_map._LEFT if p.tensor.data_ptr() == late).tensor.fill_(0)  # long after nobody asks any more
+    assert block_map._Report().told.data_ptr() == late
+    for places in (block_map._FREE, block_map._LEFT):
+        places.clear()
+
+
 def striped(n: int) -> BlockMask:
     return create_block_mask(lambda b, h, i, j: j % 8 < 4, None, None, 8, n, device="cpu")
 
