@@ -35,8 +35,9 @@ class BlockMask(MaskOperations, MaskViews):
     are written when somebody reads them. A *list* mask comes from `from_kv_blocks`, from torch, or from assigning `mask_mod`,
     `seq_lengths` or a list of a predicate mask: it keeps its full blocks, and in its partial blocks what `mask_mod` keeps.
 
-    A predicate mask is a snapshot: after a captured tensor has been written to, it raises StaleMaskError. A list mask, as in
-    torch, follows its lists and the tensors its function captures.
+    A predicate mask is a snapshot: after a captured tensor has been written to, it raises StaleMaskError. Torch counts the
+    writes; those that it does not see (`tensor.data.copy_`, an array that shares memory) are noticed with FLEXATTN_DEBUG=1
+    only, which compares contents. A list mask, as in torch, follows its lists and the tensors its function captures.
 
     Args:
         seq_lengths: (q_len, kv_len).

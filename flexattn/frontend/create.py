@@ -35,6 +35,11 @@ def create_block_mask(
 ) -> BlockMask:
     """The block mask of a mask function. Takes microseconds: blocks are decided when a kernel or a reader asks for them.
 
+    The mask is a snapshot of the captured tensors. Once one was written to, every use of the mask raises StaleMaskError. Writes
+    that torch does not count cannot be noticed so: `tensor.data.copy_(...)`, `tensor.numpy()[:] = ...` and other libraries that
+    share the memory leave a mask that is out of date in silence. With the environment variable FLEXATTN_DEBUG=1 contents are
+    compared at every use, which costs a pass over the tensors. `mask_mod=` in the call always sees the present contents.
+
     Args:
         mask_mod: `mask_mod(b, h, q_idx, kv_idx)`, True where a pair is kept; pointwise torch operations on scalars.
         B, H: batch size and query heads, or None where the mask is the same for all.

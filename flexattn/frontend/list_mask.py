@@ -16,8 +16,9 @@ from torch import Tensor
 from flexattn.errors import ShapeError
 from flexattn.frontend import algebra
 from flexattn.frontend.block_lists import crop_blocks, cuts_full_block, read_lists, retile
+from flexattn.frontend.contents import version, versions
 from flexattn.frontend.mask_functions import MaskMod
-from flexattn.frontend.predicate_mask import PredicateMask, trace_mask, version, versions
+from flexattn.frontend.predicate_mask import PredicateMask, trace_mask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.spans import cover
 from flexattn.frontend.tile_map import TileMap
@@ -179,6 +180,10 @@ class ListMask:
         """The mask with other arguments."""
         names = ("source", "function", "sizes", "lengths", "block")
         return ListMask(**{n: getattr(self, n) for n in names} | changes)
+
+    def expanded(self, batch: int, heads: int) -> ListMask:
+        """The mask for other sizes, of the same lists."""
+        return self.changed(sizes=(batch, heads))
 
     def cropped(self, q_len: int, kv_len: int) -> ListMask:
         """The upper left corner."""

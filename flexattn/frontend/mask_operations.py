@@ -22,6 +22,8 @@ from flexattn.frontend.torch_lists import KV_LISTS, LIST_NAMES, ListStyle, Torch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MOST_EXPANDED = 64  # sizes and devices for which a mask keeps what it made
+
 
 class MaskOperations(TorchLists):
     """What BlockMask has of operations that make further masks."""
@@ -31,7 +33,8 @@ class MaskOperations(TorchLists):
     def _start(self, mask: PredicateMask | ListMask, style: ListStyle, dq_kv_order_spt: bool | None) -> None:
         self._mask, self._style = mask, style
         self._lists: dict[str, Tensor | None] = {}
-        self._expanded: dict[object, Self] = {}
+        self._narrow: dict[str, Tensor | None] = {}
+        self._expanded: dict[object, tuple[Self, PredicateMask | ListMask]] = {}  # and what it was made of
         self.dq_kv_order, self.dq_kv_order_spt = None, dq_kv_order_spt
 
     @classmethod
@@ -185,29 +188,41 @@ class MaskOperations(TorchLists):
         return self._like(mask.changed(lengths=(mask.lengths[0] + n, mask.lengths[1] + n)))
 
     def expand(self, batch: int, heads: int) -> Self:
-        """The mask for sizes that its own broadcast to; needed where a function reads b or h and the mask was made for one.
+        """The mask for sizes that its own broadcast to. Lists and tables are shared where the function reads no b or h.
 
         Raises:
             ShapeError: a size of the mask is neither 1 nor the one asked for.
+            StaleMaskError: a tensor that a predicate mask captures has changed since it was created.
         """
         mask, sizes = self._mask, two_sizes(self._mask.sizes)
         if any(have not in (1, want) for have, want in zip(sizes, (batch, heads), strict=True)):
             given, hint = f"{sizes} for {(batch, heads)}", "a mask made with B and H of 1, or of these sizes"
             raise ShapeError("a BlockMask's batch and heads must be 1 or equal", given=given, hint=hint)
-        if isinstance(mask, ListMask) or not mask.differs(batch, heads):
+        if isinstance(mask, PredicateMask):
+            mask.check_current()
+        if mask.sizes == (batch, heads):
             return self
-        mask.check_current()
-        if (batch, heads) not in self._expanded:
-            self._expanded[batch, heads] = self._like(mask.changed(sizes=(batch, heads)))
-        return self._expanded[batch, heads]
+        known, of = self._expanded.get((batch, heads), (None, None))
+        if known is not None and of is mask:
+            return known
+        new = self._like(mask.expanded(batch, heads))
+        if isinstance(mask, ListMask):
+            new._narrow, new.dq_kv_order = self._narrow | self._lists, self.dq_kv_order
+        return self._remembered((batch, heads), new)
+
+    def _remembered(self, key: object, made: Self) -> Self:
+        """What was made of the present mask, the latest few of it."""
+        self._expanded[key] = made, self._mask
+        if len(self._expanded) > MOST_EXPANDED:
+            del self._expanded[next(iter(self._expanded))]
+        return made
 
     def following(self, device: torch.device) -> Self:
         """The mask on `device` if `create_block_mask` was given none and had to choose one; else itself."""
         if isinstance(self._mask, ListMask) or not self._mask.follows or device == self._mask.device:
             return self
-        if device not in self._expanded:
-            self._expanded[device] = self._like(self._mask.following(device))
-        return self._expanded[device]
+        known = self._expanded.get(device)
+        return known[0] if known else self._remembered(device, self._like(self._mask.following(device)))
 
     def combine(self, mask_mod: MaskMod) -> Self:
         """The pairs that both this mask and a further mask function keep, as a predicate mask."""

@@ -1,20 +1,21 @@
 """A mask as its function: traced once, a snapshot of what it captured, cut into tiles of any size.
 
 Reads a traced mask, sizes and lengths; makes tile maps and further masks. The one idea: torch counts the writes to every
-tensor, so a mask can tell that it is out of date without looking at any value.
+tensor, so a mask can tell that it is out of date without looking at any value (contents.py).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from flexattn.errors import CaptureIndexError, DeviceError, OptionError, ShapeError, StaleMaskError
 from flexattn.frontend import algebra
+from flexattn.frontend.contents import contents, versions
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import DEP_B, DEP_H
 from flexattn.frontend.interval import Tables
@@ -69,7 +70,7 @@ class PredicateMask:
         self.traced = None if algebra.keeps_all(traced) else traced
         self.function, self.device, self.follows = function, device, follows
         self.sizes, self.lengths, self.block = sizes, lengths, block
-        self._versions = versions(self.traced)
+        self._versions, self._contents = versions(self.traced), contents(self.traced)
         self._maps: dict[tuple[int, int], TileMap] = {}
         self._finder: RowFinder | None = None  # of rows
         self._tables: Tables | None = None  # its ranges of captured tensors, which no length changes
@@ -88,16 +89,24 @@ class PredicateMask:
         return batch if deps & DEP_B else min(batch, 1), heads if deps & DEP_H else min(heads, 1)
 
     def check_current(self) -> None:
-        """Raises StaleMaskError if a captured tensor has been written to."""
-        for slot, (was, now) in enumerate(zip(self._versions, versions(self.traced), strict=True)):
-            if was != now:
-                assert self.traced is not None
-                shape = tuple(self.traced.binding.captures[slot].shape)
-                raise StaleMaskError(
-                    f"a tensor captured by mask_mod {self.traced.program.name} has changed since the BlockMask was created",
-                    given=f"captured tensor {slot} of shape {shape}, version {was} then, {now} now",
-                    hint="create_block_mask again, or pass mask_mod= to flex_attention, which rebuilds the mask",
-                )
+        """Raises StaleMaskError if a captured tensor has been written to; in debug mode also if that went around torch."""
+        was, now = self._versions, versions(self.traced)
+        if was != now:
+            slot = next(n for n, (before, after) in enumerate(zip(was, now, strict=True)) if before != after)
+            self._raise_stale(slot, f"version {was[slot]} then, {now[slot]} now")
+        held = contents(self.traced) if self._contents is not None else None
+        for slot, (before, after) in enumerate(zip(self._contents or (), held or (), strict=False)):
+            if None not in (before, after) and before != after:
+                self._raise_stale(slot, "other contents now, by a write that torch did not see")
+
+    def _raise_stale(self, slot: int, how: str) -> NoReturn:
+        assert self.traced is not None
+        shape = tuple(self.traced.binding.captures[slot].shape)
+        raise StaleMaskError(
+            f"a tensor captured by mask_mod {self.traced.program.name} has changed since the BlockMask was created",
+            given=f"captured tensor {slot} of shape {shape}, {how}",
+            hint="create_block_mask again, or pass mask_mod= to flex_attention, which rebuilds the mask",
+        )
 
     def legal_tile(self, q_tile: int, kv_tile: int) -> bool:
         """Whether `tile_map` can cut the mask into such tiles: always."""
@@ -142,6 +151,7 @@ class PredicateMask:
 
     def kept(self) -> Tensor:
         """Every pair: bool [batch, heads, q_len, kv_len]."""
+        self.check_current()
         return dense(self.traced, self.sizes, self.lengths, self.device)
 
     # ---------------------------------------------------------------------------------------------- others made of it
@@ -158,10 +168,12 @@ class PredicateMask:
             new._tables = self._tables
         return new
 
-    def differs(self, batch: int, heads: int) -> bool:
-        """Whether the mask for these sizes must be decided anew: the function reads an index whose size grows."""
-        deps = self.traced.program.body.deps if self.traced is not None else 0
-        return bool((deps & DEP_B and batch != self.sizes[0]) or (deps & DEP_H and heads != self.sizes[1]))
+    def expanded(self, batch: int, heads: int) -> PredicateMask:
+        """The mask for other sizes; what was made of this one serves it too where the function does not read their indices."""
+        new = self.changed(sizes=(batch, heads))
+        if new.shared_sizes == self.shared_sizes:
+            new._maps, new._finder, new.tables = self._maps, self._finder, self.tables
+        return new
 
     def cropped(self, q_len: int, kv_len: int) -> PredicateMask:
         """The upper left corner."""
@@ -224,7 +236,7 @@ class PredicateMask:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._versions = versions(self.traced)
+        self._versions, self._contents = versions(self.traced), contents(self.traced)
 
 
 def stacked(masks: Sequence[PredicateMask], axis: int) -> PredicateMask:
@@ -253,16 +265,6 @@ def _aligned(masks: Sequence[PredicateMask], axis: int | None) -> tuple[tuple[Pr
         mask.check_current()
     batch, heads = (sum(m.sizes[n] for m in masks) if n == axis else s[0] for n, s in enumerate(sizes))
     return masks, (batch, heads)
-
-
-def version(tensor: Any) -> int | None:
-    """How often a tensor was written to; None where torch does not count (inference mode)."""
-    return None if not isinstance(tensor, Tensor) or tensor.is_inference() else tensor._version
-
-
-def versions(traced: Traced | None) -> tuple[int | None, ...]:
-    """The versions of what a mask captures."""
-    return () if traced is None else tuple(map(version, traced.binding.captures))
 
 
 def trace_mask(mask_mod: MaskMod) -> Traced | None:

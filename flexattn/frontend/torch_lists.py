@@ -61,6 +61,7 @@ class TorchLists:
     _mask: PredicateMask | ListMask
     _style: ListStyle
     _lists: dict[str, Tensor | None]  # those that were given or have been written
+    _narrow: dict[str, Tensor | None]  # those given to the mask that this one is an expansion of
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,7 +105,14 @@ class TorchLists:
         return 100.0 * (1.0 - visited / total) if total else 0.0
 
     def _list(self, name: str) -> Tensor | None:
+        if isinstance(self._mask, PredicateMask):
+            self._mask.check_current()
         if name in self._lists:
+            return self._lists[name]
+        if name in self._narrow:
+            given = self._narrow[name]
+            own = 1 if name.endswith("num_blocks") else 2  # dimensions besides batch and heads
+            self._lists[name] = None if given is None else given.expand(*self._mask.sizes, *given.shape[-own:])
             return self._lists[name]
         written = self._orders() if name.startswith("dq_") else self._written(name)
         if isinstance(self._mask, ListMask) or self._mask.reusable:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from flexattn.frontend.contents import debugging
+
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _WARNED: set[str] = set()
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -32,8 +34,9 @@ class FlexPerformanceWarning(UserWarning):
 
 
 def debug() -> bool:
-    """True when `FLEXATTN_DEBUG` is set: reads out of range in kernels become errors, and new plans go to stderr."""
-    return os.environ.get("FLEXATTN_DEBUG", "").strip().lower() not in _FALSE
+    """True when `FLEXATTN_DEBUG` is set: reads out of range in kernels and unseen writes to what a BlockMask captured become
+    errors, and new plans go to stderr."""
+    return debugging()
 
 
 def autotune() -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 import torch.utils._pytree as pytree
 
-from flexattn import flex_attention
+from flexattn import flex_attention, stack_masks
 from flexattn.errors import (
     CaptureIndexError,
     DeviceError,
@@ -592,13 +592,64 @@ def test_expand_decides_each_batch_that_the_function_tells_apart() -> None:
     assert torch.equal(kept_by(wide), brute(lambda b, h, q, k: k < lengths[b], 2, 5, 64, 64))
     assert mask.expand(2, 5) is wide
     same = create_block_mask(causal, None, None, 64, 64, "cpu")
-    assert same.expand(2, 5) is same
+    assert same.expand(1, 1) is same
+    assert same.expand(2, 5).tile_map(16, 16) is same.tile_map(16, 16)  # made once for both
     lengths[0] = 4
     for ask in (lambda: mask.expand(2, 1), lambda: wide.tile_map(16, 16)):
         with pytest.raises(StaleMaskError):
             ask()
     with pytest.raises(ShapeError, match="must be 1 or equal"):
         wide.expand(3, 5)
+
+
+@pytest.mark.parametrize("kind", ["predicate", "list", "lists without heads"])
+def test_an_expanded_mask_says_the_shape_it_was_expanded_to(kind) -> None:
+    mask = create_block_mask(causal, None, None, 70, 70, "cpu", BLOCK_SIZE=16)
+    if kind == "list":
+        mask.kv_indices = mask.kv_indices.clone()
+    if kind == "lists without heads":
+        lists = (getattr(mask, n)[0, 0] for n in LISTS[:4])
+        mask = BlockMask.from_kv_blocks(*lists, 16, causal, (70, 70))
+    want = mask.to_mask().reshape(1, 1, 70, 70).expand(2, 3, 70, 70)
+    wide = mask.expand(2, 3)
+    assert mask.expand(2, 3) is wide and wide.is_list == (kind != "predicate")
+    assert wide.shape == (2, 3, 70, 70)
+    assert wide.kv_num_blocks.shape == (2, 3, 5) and wide.q_indices.shape == (2, 3, 5, 5)
+    assert torch.equal(wide.to_mask(), want)
+    assert torch.equal(wide[1, 2].to_mask(), want[:1, :1])
+    assert wide.density() == mask.density()
+    assert stack_masks([wide] * 2, dim="heads").shape == (2, 6, 70, 70)
+    q = torch.randn(2, 3, 70, 16)
+    torch.testing.assert_close(flex_attention(q, q, q, block_mask=wide), flex_attention(q, q, q, mask_mod=causal))
+    if kind != "predicate":  # a list that is assigned is the mask from then on
+        mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+        assert mask.expand(2, 3).kv_num_blocks.sum() == 0
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_stale_mask_answers_nothing(debug, monkeypatch) -> None:
+    """One block, used before: no further table is needed, and still each answer would be of neither mask."""
+    if debug:
+        monkeypatch.setenv("FLEXATTN_DEBUG", "1")
+    ids = torch.arange(64) // 16
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 64, 64, "cpu")
+    q = torch.randn(1, 2, 64, 16)
+    asks = (
+        lambda: flex_attention(q, q, q, block_mask=mask),
+        lambda: flex_attention(q[:, :1], q[:, :1], q[:, :1], block_mask=mask),
+        mask.to_mask, mask.to_dense, mask.density, mask.statistics, mask.sparsity, mask._repr_html_, mask.transposed,
+        lambda: str(mask), lambda: repr(mask), lambda: mask & mask, lambda: ~mask, lambda: mask[0], lambda: mask.row(3),
+        lambda: mask.kv_num_blocks, lambda: mask.q_indices, lambda: mask.expand(1, 2), lambda: mask.crop(8, 8),
+        lambda: mask.to("cpu"), lambda: mask.window(0, 2, 0, 2), lambda: mask.as_predicate().to_mask(),
+        lambda: mask.appended(), lambda: mask.shifted(q=1), lambda: stack_masks([mask], dim="heads"),
+        lambda: copy.deepcopy(mask), lambda: pickle.dumps(mask),
+    )  # fmt: skip
+    for ask in asks[:-1]:
+        ask()
+    ids.data.copy_(torch.arange(64) // 8) if debug else ids.copy_(torch.arange(64) // 8)
+    for ask in asks:
+        with pytest.raises(StaleMaskError, match="has changed since the BlockMask was created"):
+            ask()
 
 
 def test_algebra() -> None:
