@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from flexattn.errors import CaptureIndexError
+from flexattn.frontend.list_mask import two_sizes
 from flexattn.frontend.spans import coverage
-from flexattn.frontend.statistics import MaskStatistics
+from flexattn.frontend.statistics import COUNTED_PAIRS, SHOWN_PAIRS, MaskStatistics
 from flexattn.frontend.tile_map import TileMap
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Drawable(Protocol):
 
     def tile_map(self, q_block: int, kv_block: int) -> TileMap: ...
 
-    def statistics(self) -> MaskStatistics: ...
+    def statistics(self, *, most_counted: int = ...) -> MaskStatistics: ...
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,24 @@ def _areas(rows: int, cols: int, step: tuple[int, int]) -> Tensor:
     sides = (torch.arange(0, n, s).neg().add(n).clamp(max=s) for n, s in ((rows, step[0]), (cols, step[1])))
     height, width = sides
     return (height[:, None] * width).double()
+
+
+def notes_of(mask: Drawable) -> list[str]:
+    """A mask's statistics for a picture, a fact a line: nothing that takes long is counted."""
+    found = mask.statistics(most_counted=SHOWN_PAIRS)
+    lines = found.lines()
+    lanes = found.blocks["partial"] * found.block[0] * found.block[1]
+    if not found.is_exact and lanes <= COUNTED_PAIRS:
+        lines.append("statistics() counts the pairs")
+    return lines
+
+
+def check_group(mask: Drawable, batch: int, head: int) -> None:
+    """Refuses a batch entry or head that the mask does not have."""
+    for name, n, size in zip(("batch", "head"), (batch, head), two_sizes(tuple(mask.shape[:-2])), strict=True):
+        if not isinstance(n, int) or not 0 <= n < size:
+            given, hint = f"{name}={n!r} of {size}", f"0 to {size - 1}; expand() for a mask that is the same in all"
+            raise CaptureIndexError(f"a picture's {name} must be one of the mask's", given=given, hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------------------ text
@@ -127,9 +147,10 @@ def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, m
         FLOPs saved 37.5%; lanes wasted in partial blocks 49.6%
         keys of a query: kv_idx <= q_idx
     """
+    check_group(mask, batch, head)
     tiles = mask.tile_map(*mask.BLOCK_SIZE)
     drawn = picture(tiles, batch=batch, head=head, max_rows=max_rows, max_cols=max_cols)
-    return "\n".join([*_boxed(drawn, _title(mask, batch, head)), _legend(drawn), *mask.statistics().lines()])
+    return "\n".join([*_boxed(drawn, _title(mask, batch, head)), _legend(drawn), *notes_of(mask)])
 
 
 def heads_text(mask: Drawable, *, limit: int = 4) -> str:
@@ -145,7 +166,7 @@ def heads_text(mask: Drawable, *, limit: int = 4) -> str:
     lines.append(_legend(drawn))
     if len(heads) > limit:
         lines.append(f"and {len(heads) - limit} more heads; block_mask[batch, head] picks one")
-    return "\n".join([*lines, *mask.statistics().lines()])
+    return "\n".join([*lines, *notes_of(mask)])
 
 
 def _boxed(drawn: Picture, title: str) -> list[str]:
@@ -180,6 +201,7 @@ def _title(mask: Drawable, batch: int, head: int) -> str:
 # ----------------------------------------------------------------------------------------------------- SVG and HTML
 def svg(mask: Drawable, *, batch: int = 0, head: int = 0, max_cells: int = MAX_CELLS, notes: bool = True) -> str:
     """A mask as an SVG drawing with token axes and a legend, and below it the statistics if `notes`."""
+    check_group(mask, batch, head)
     tiles = mask.tile_map(*mask.BLOCK_SIZE)
     drawn = picture(tiles, batch=batch, head=head, max_rows=max_cells, max_cols=max_cells)
     plot = _Plot((0, max(1, drawn.lengths[0])), (0, max(1, drawn.lengths[1])), drawn.full.shape)
@@ -192,7 +214,7 @@ def svg(mask: Drawable, *, batch: int = 0, head: int = 0, max_cells: int = MAX_C
             at = end
     size = "" if drawn.blocks == (1, 1) else f"; a cell is {drawn.blocks[0]} x {drawn.blocks[1]} blocks"
     kinds = [(name, f"rgb{colour}") for name, colour in KINDS]
-    return plot.drawing(_title(mask, batch, head) + size, kinds, mask.statistics().lines() if notes else [])
+    return plot.drawing(_title(mask, batch, head) + size, kinds, notes_of(mask) if notes else [])
 
 
 def window_svg(window: MaskWindow) -> str:
@@ -315,12 +337,12 @@ def html(mask: Drawable, *, limit: int = 4) -> str:
     tiles = mask.tile_map(*mask.BLOCK_SIZE)
     heads = list(itertools.product(range(tiles.batch), range(tiles.heads))) or [(0, 0)]
     if len(heads) == 1:
-        return svg(mask) + _formula_html(mask.statistics())
+        return svg(mask) + _formula_html(mask.statistics(most_counted=SHOWN_PAIRS))
     drawings = "".join(f"<div>{svg(mask, batch=b, head=h, notes=False)}</div>" for b, h in heads[:limit])
     more = f"<div>and {len(heads) - limit} more heads</div>" if len(heads) > limit else ""
-    found = mask.statistics()
-    notes = f"<pre>{markup.escape(str(found))}</pre>"
-    return f'<div style="display:flex;flex-wrap:wrap">{drawings}</div>{more}{notes}{_formula_html(found)}'
+    notes = "<pre>" + markup.escape("\n".join(notes_of(mask))) + "</pre>"
+    formula = _formula_html(mask.statistics(most_counted=SHOWN_PAIRS))
+    return f'<div style="display:flex;flex-wrap:wrap">{drawings}</div>{more}{notes}{formula}'
 
 
 def _formula_html(found: MaskStatistics) -> str:

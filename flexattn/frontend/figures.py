@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.display import EMPTY, FULL, KINDS, Drawable, colours, picture, ticks
+from flexattn.frontend.display import EMPTY, FULL, KINDS, Drawable, check_group, colours, notes_of, picture, ticks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +24,7 @@ Colour = tuple[int, int, int]
 
 def block_figure(mask: Drawable, *, batch: int, head: int, title: str | None, max_cells: int) -> Figure:
     """The block map of one head; see `BlockMask.figure`."""
+    check_group(mask, batch, head)
     drawn = picture(mask.tile_map(*mask.BLOCK_SIZE), batch=batch, head=head, max_rows=max_cells, max_cols=max_cells)
     q_len, kv_len = drawn.lengths
     reach = [n * step * size for n, step, size in zip(drawn.full.shape, drawn.blocks, drawn.tile, strict=True)]
@@ -34,7 +35,7 @@ def block_figure(mask: Drawable, *, batch: int, head: int, title: str | None, ma
     axes.set(xlim=(0, max(1, kv_len)), ylim=(max(1, q_len), 0))
     which = f", batch {batch} head {head}" if any(n > 1 for n in mask.shape[:-2]) else ""
     axes.set_title(title or f"{q_len:,} queries x {kv_len:,} keys{which}", fontsize=11, pad=10)
-    lines = mask.statistics().lines()
+    lines = notes_of(mask)
     if drawn.blocks != (1, 1):
         lines[0] += f", {drawn.blocks[0]} x {drawn.blocks[1]} blocks a cell"
     _legend(axes, KINDS, lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flexattn.errors import UnsupportedError
 from flexattn.frontend.list_mask import ListMask, two_sizes
 from flexattn.frontend.tile_map import TileMap
 from flexattn.frontend.torch_lists import TorchLists
@@ -32,12 +33,16 @@ class MaskViews(TorchLists):
         """
         return self._mask.tile_map(q_block, kv_block)
 
-    def statistics(self) -> MaskStatistics:
+    def statistics(self, *, most_counted: int = 10**9) -> MaskStatistics:
         """The mask in numbers: blocks by kind and how each was decided, kept pairs, work saved, the closed form.
+
+        Args:
+            most_counted: pairs that may be counted one by one, or ends of the runs of a formula; 10**9 take seconds. What
+                print() and pictures show is counted up to 10**7.
 
         Returns:
             Numbers over the whole batch and all heads. Kept pairs are exact where a formula gives them or the partial blocks
-            hold at most 10**9 pairs, and otherwise a bracket; nothing of size q_len x kv_len is made.
+            hold at most `most_counted` pairs, and otherwise a bracket; nothing of size q_len x kv_len is made.
 
         Example:
             >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 1024, 1024, device="cpu")
@@ -53,7 +58,8 @@ class MaskViews(TorchLists):
         from flexattn.frontend.statistics import statistics
 
         tiles = self.tile_map(*self.BLOCK_SIZE)
-        return statistics(tiles, sizes=two_sizes(self._mask.sizes), formula=self._closed_form())
+        sizes = two_sizes(self._mask.sizes)
+        return statistics(tiles, sizes=sizes, formula=self._closed_form(), most_counted=most_counted)
 
     def _closed_form(self) -> ClosedForm | None:
         from flexattn.frontend.closed_form import closed_form
@@ -62,12 +68,23 @@ class MaskViews(TorchLists):
         return None if isinstance(mask, ListMask) or mask.traced is None else closed_form(mask.traced)
 
     def density(self) -> float:
-        """The share of pairs that is kept, between 0 and 1, exactly: by formula, or counted on first use."""
-        from flexattn.frontend.statistics import kept_pairs
+        """The share of pairs that is kept, between 0 and 1, exactly: by formula, or counted on first use.
+
+        Raises:
+            UnsupportedError: there is no formula, and partial blocks hold more than 10**9 pairs.
+        """
+        from flexattn.frontend.statistics import COUNTED_PAIRS, kept_pairs
 
         tiles = self.tile_map(*self.BLOCK_SIZE)
         pairs = tiles.grid.groups * tiles.q_len * tiles.kv_len
-        return kept_pairs(tiles, self._closed_form(), most_counted=None).low / pairs if pairs else 0.0
+        kept = kept_pairs(tiles, self._closed_form(), most_counted=COUNTED_PAIRS)
+        if kept.source == "bracket":
+            given = (
+                f"partial blocks of more than {COUNTED_PAIRS:,} pairs, {kept.low:,} to {kept.high:,} of {pairs:,} kept"
+            )
+            hint = "statistics().density, a bracket, or statistics(most_counted=...), which takes its time"
+            raise UnsupportedError("the exact density of this mask would take long to count", given=given, hint=hint)
+        return kept.low / pairs if pairs else 0.0
 
     def window(
         self, q_start: int, q_stop: int, kv_start: int, kv_stop: int, *, batch: int = 0, head: int = 0
@@ -113,6 +130,7 @@ class MaskViews(TorchLists):
 
         Raises:
             UnsupportedError: matplotlib is not installed.
+            CaptureIndexError: the mask has no such batch entry or head.
         """
         from flexattn.frontend import figures
 

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flexattn.frontend.closed_form import ClosedForm
+from flexattn.frontend.closed_form import MOST_ENDS, ClosedForm
+from flexattn.frontend.group_forms import count_by_group
 from flexattn.frontend.spans import lines_of
 from flexattn.frontend.tile_map import TileMap
 
 COUNTED_PAIRS = 10**9  # of partial blocks: some seconds; beyond, kept pairs are a bracket unless there is a formula
+SHOWN_PAIRS = 10**7  # the same for pictures and print(), which nobody wants to wait for
 KINDS = ("empty", "partial", "full")
 WAYS = {
     "interval": "proof",
@@ -190,13 +192,13 @@ def _decided(tiles: TileMap, blocks: Mapping[str, int]) -> dict[str, dict[str, i
 _KNOWN: weakref.WeakKeyDictionary[TileMap, Kept] = weakref.WeakKeyDictionary()
 
 
-def kept_pairs(tiles: TileMap, formula: ClosedForm | None, *, most_counted: int | None) -> Kept:
+def kept_pairs(tiles: TileMap, formula: ClosedForm | None, *, most_counted: int) -> Kept:
     """Kept pairs of the groups of a tile map.
 
     Args:
         tiles: the blocks.
         formula: of the rows, if there is one: counts them in O(rows).
-        most_counted: pairs of partial blocks that may be counted one by one; None counts any number, so that all is exact.
+        most_counted: pairs of partial blocks, or ends of runs of a formula, that may be counted one by one.
     """
     known = _KNOWN.get(tiles)
     if known is None or known.source == "bracket":
@@ -204,18 +206,29 @@ def kept_pairs(tiles: TileMap, formula: ClosedForm | None, *, most_counted: int 
     return known
 
 
-def _kept(tiles: TileMap, formula: ClosedForm | None, most_counted: int | None) -> Kept:
+def _kept(tiles: TileMap, formula: ClosedForm | None, most_counted: int) -> Kept:
     grid = tiles.grid
     area, full, partial = grid.q_block * grid.kv_block, tiles.full.tiles(), tiles.partial.tiles()
-    counted = formula.count(grid, tiles.full.start.device) if formula is not None and partial else None
+    counted = _by_formula(tiles, formula, min(most_counted, MOST_ENDS)) if partial and most_counted else None
     if counted is not None:
         return Kept(counted, counted, "formula")
-    if most_counted is None or partial * area <= most_counted:
+    inside, cut = _real_pairs(tiles)
+    if inside <= most_counted:
         counted = tiles.kept_pairs()
         return Kept(counted, counted, "count")
-    inside, cut = _real_pairs(tiles)
     one = 0 if "listed" in tiles.decided else 1  # a partial block keeps a pair and drops one; a listed one need not
     return Kept(full * area + one * partial, full * area + inside - one * (partial - cut), "bracket")
+
+
+def _by_formula(tiles: TileMap, formula: ClosedForm | None, most_ends: int) -> int | None:
+    """The number by the formula of all rows, or else by those of each head and batch entry; None if there are none."""
+    device = tiles.full.start.device
+    if formula is not None:
+        ends = len(formula.runs) * tiles.grid.groups * tiles.q_len
+        return formula.count(tiles.grid, device) if ends <= most_ends else None
+    if tiles.traced is None or "listed" in tiles.decided:
+        return None
+    return count_by_group(tiles.traced, tiles.grid, device, most_ends=most_ends)
 
 
 def _real_pairs(tiles: TileMap) -> tuple[int, int]:
@@ -230,4 +243,4 @@ def _real_pairs(tiles: TileMap) -> tuple[int, int]:
     return int((height * (end - start * grid.kv_block)).sum()), cut
 
 
-__all__ = ["COUNTED_PAIRS", "Kept", "MaskStatistics", "kept_pairs", "statistics"]
+__all__ = ["COUNTED_PAIRS", "SHOWN_PAIRS", "Kept", "MaskStatistics", "kept_pairs", "statistics"]

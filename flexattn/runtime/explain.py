@@ -19,7 +19,7 @@ from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig, candidates
 from flexattn.frontend.source import Source
-from flexattn.frontend.statistics import COUNTED_PAIRS, kept_pairs
+from flexattn.frontend.statistics import SHOWN_PAIRS, kept_pairs
 from flexattn.frontend.trace import trace
 from flexattn.runtime import choose, settings
 from flexattn.runtime.attention import AuxRequest, prepare
@@ -132,7 +132,7 @@ def _tile_map(tiles: TileMap) -> Iterator[str]:
     share = (lambda n: f"{n} ({n / total:.1%})") if total else str
     yield f"tile map: {tiles.rows} x {tiles.cols} tiles of {tiles.q_block} x {tiles.kv_block}, {shared}"
     yield f"  full {share(full)}, partial {share(partial)}, skipped {share(total - full - partial)}"
-    low, high, _ = kept_pairs(tiles, None, most_counted=COUNTED_PAIRS)
+    low, high, _ = kept_pairs(tiles, None, most_counted=SHOWN_PAIRS)
     pairs = max(1, groups * tiles.q_len * tiles.kv_len)
     kept = f"{low / pairs:.2%}" if low == high else f"between {low / pairs:.2%} and {high / pairs:.2%}"
     yield f"  density: {kept} of the pairs are kept"

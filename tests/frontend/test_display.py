@@ -154,3 +154,13 @@ def test_ticks_are_few_and_round() -> None:
 def test_drawing_imports_nothing_heavy() -> None:
     code = "import sys, flexattn.frontend.display; sys.exit('matplotlib' in sys.modules or 'sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0
+
+
+@pytest.mark.parametrize("where", [{"head": 7}, {"head": 2}, {"batch": -3}, {"batch": 1}, {"head": 0.5}])
+def test_pictures_of_heads_that_are_not_there_are_refused(where) -> None:
+    pytest.importorskip("matplotlib")
+    mask = create_block_mask(lambda b, h, q, k: q >= k + h, None, 2, 300, 300, "cpu")
+    for draw in (mask.figure, lambda **at: text(mask, **at), lambda **at: svg(mask, **at)):
+        with pytest.raises(IndexError, match="must be one of the mask's"):
+            draw(**where)
+    assert mask.figure(head=1) is not None

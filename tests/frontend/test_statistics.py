@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from flexattn import mods
+from flexattn import mods, stack_masks
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask
 from flexattn.frontend.display import svg
@@ -170,3 +170,41 @@ def test_numbers_and_pictures_on_a_device(device: str) -> None:
             *blocks, BLOCK_SIZE=(64, 128), mask_mod=there.mask_mod, seq_lengths=(3000, 3000)
         )
         assert torch.equal(listed.window(*window, head=1).kept, here.window(*window, head=1).kept)
+
+
+def test_nothing_that_takes_long_is_counted_unless_asked_for() -> None:
+    ids = torch.randint(0, 1000, (8192,), generator=torch.Generator().manual_seed(1))
+    mask = create_block_mask(lambda b, h, q, k: ids[q] + ids[k] > 1500, None, None, 8192, 8192, "cpu")
+    for shown in (str(mask), mask._repr_html_(), svg(mask)):
+        assert "density in the bracket [" in shown
+        assert "statistics() counts the pairs" in shown
+    assert "pairs" not in mask.tile_map(128, 128)._cache
+    asked = mask.statistics(most_counted=10**8)
+    assert asked.is_exact
+    assert asked.kept_pairs[0] == int((ids[:, None] + ids > 1500).sum())
+    assert f"{asked.kept_pairs[0]:,} of 67,108,864 kept, exact, counted" in str(mask)  # what is known is shown
+
+
+def test_density_says_where_it_would_count_for_minutes() -> None:
+    table = torch.rand(64, 16384, generator=torch.Generator().manual_seed(2)) > 0.5
+    mask = create_block_mask(lambda b, h, q, k: table[h, k] & (q >= k), None, 64, 16384, 16384, "cpu")
+    with pytest.raises(NotImplementedError, match=r"would take long to count; got .*Try: statistics\(\).density"):
+        mask.density()
+    assert not mask.statistics().is_exact
+
+
+def test_each_mask_of_a_stack_is_counted_by_its_own_formula() -> None:
+    parts = [mods.sliding_window(20 + 7 * n) for n in range(40)] + [
+        mods.causal(),
+        lambda b, h, q, k: h == q % 3,
+        mods.causal(),
+    ]
+    made = [create_block_mask(p, None, None, 300, 410, "cpu", 32) for p in parts]
+    for masks in (made[:41] + made[42:], [made[3], ~made[3], made[0]]):
+        for dim in ("heads", "batch"):
+            stack = stack_masks(masks, dim=dim)
+            assert stack._closed_form() is None or len(masks) == 3
+            found = stack.statistics(most_counted=10**5)
+            assert (found.source, found.kept_pairs[0]) == ("formula", int(stack.to_mask().sum()))
+    odd = stack_masks(made, dim="heads")
+    assert odd.statistics().kept_pairs[0] == int(odd.to_mask().sum())
