@@ -98,8 +98,13 @@ class KernelSpec:
 
     @property
     def described(self) -> tuple[bool, ...]:
-        """Whether each of q, k, v and d_out is loaded by the hardware, through a tensor descriptor."""
-        has_descriptors = self.target.has_descriptors and self.kernel != "delta"
+        """Whether each of q, k, v and d_out is loaded by the hardware, through a tensor descriptor.
+
+        Not for products by registers (fewer than 64 rows) at the widest head dims: rows that come by way of shared memory
+        then take all registers, and the assembler spills thousands of bytes."""
+        rows = self.config.BLOCK_N if self.kernel == "dkdv" else self.config.BLOCK_M
+        by_registers = rows < 64 and max(self.qk_dim, self.v_dim) > 256
+        has_descriptors = self.target.has_descriptors and self.kernel != "delta" and not by_registers
         return tuple(has_descriptors and x.dtype != "fp32" and x.is_aligned and not x.is_expanded for x in self.layouts)
 
     @property
