@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.errors import OptionError, ShapeError
+from flexattn.errors import CallError, OptionError, ShapeError
 from flexattn.frontend import algebra
+from flexattn.frontend.arguments import device_of, integer, mask_function
 from flexattn.frontend.clusters import cluster_order
 from flexattn.frontend.create import create_block_mask
 from flexattn.frontend.mask_functions import MaskMod, noop_mask
 from flexattn.frontend.predicate_mask import trace_mask
 from flexattn.frontend.saved import replayed
+from flexattn.frontend.torch_lists import block_pair
 
 __all__ = ["Ordering", "OrderingReport", "clustered", "morton", "propose", "raster", "tiles"]
 
@@ -54,6 +56,9 @@ class Ordering:
 
     def __post_init__(self) -> None:
         order = self.order
+        if not isinstance(order, Tensor):
+            hint = "torch.tensor(order)"
+            raise CallError("order must be a tensor, int64 [n]", given=type(order).__name__, hint=hint)
         if order.dim() != 1 or order.dtype != torch.int64 or not torch.equal(order.sort().values, _positions(order)):
             given, hint = (
                 f"{tuple(order.shape)}, {order.dtype}",
@@ -73,7 +78,7 @@ class Ordering:
 
     def to(self, device: torch.device | str) -> Ordering:
         """The same on another device, where the masks and tensors are."""
-        return Ordering(self.name, self.order.to(device))
+        return Ordering(self.name, self.order.to(device_of(device)))
 
     def apply(self, x: Tensor, *, dim: int = -2) -> Tensor:
         """A tensor with its tokens in the new order; gradients flow back.
@@ -105,6 +110,9 @@ class Ordering:
         return self._selected(x, self.position, dim)
 
     def _selected(self, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        if not isinstance(x, Tensor):
+            hint = "query, key, value, or anything else with an axis of the tokens"
+            raise CallError("what is put in order must be a tensor", given=type(x).__name__, hint=hint)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != len(self):
             given, hint = f"{tuple(x.shape)} at dim={dim}", f"dim= the axis of the {len(self)} tokens"
             raise ShapeError(f"ordering {self.name!r} is of {len(self)} tokens", given=given, hint=hint)
@@ -126,7 +134,9 @@ class Ordering:
         Raises:
             TraceError, MaskTypeError: as from `create_block_mask`.
         """
-        traced = algebra.permuted(trace_mask(mask_mod), self.order, self.order if keys is None else keys.order)
+        traced = algebra.permuted(
+            trace_mask(mask_function(mask_mod)), self.order, self.order if keys is None else keys.order
+        )
         return noop_mask if traced is None else partial(replayed, traced.program, *traced.binding)
 
     def score_mod(self, score_mod: Callable[..., Any], *, keys: Ordering | None = None) -> Callable[..., Any]:
@@ -195,6 +205,8 @@ def tiles(shape: Sequence[int], tile: Sequence[int]) -> Ordering:
     Source: Zhang et al., Fast Video Generation with Sliding Tile Attention, 2025, section 3.
     """
     _size(shape)
+    if not isinstance(tile, Sequence) or not all(isinstance(n, int) for n in tile):
+        raise CallError("a tile is a sequence of integers", given=repr(tile), hint="(8, 16), a size for every axis")
     if len(tile) != len(shape) or min(tile, default=1) < 1:
         hint = "a tile size of at least 1 for every axis"
         raise ShapeError("a tile has as many axes as the grid", given=f"{tuple(tile)} for {tuple(shape)}", hint=hint)
@@ -231,6 +243,9 @@ def morton(shape: Sequence[int]) -> Ordering:
 
 
 def _size(shape: Sequence[int]) -> int:
+    if not isinstance(shape, Sequence) or not all(isinstance(n, int) for n in shape):
+        hint = "(length,), (height, width) or (frames, height, width)"
+        raise CallError("the shape of a grid is a sequence of integers", given=repr(shape), hint=hint)
     if not shape or min(shape) < 1:
         raise ShapeError("a grid has axes of at least 1", given=tuple(shape), hint="(height, width)")
     return math.prod(shape)
@@ -275,6 +290,10 @@ def clustered(pattern: Tensor, *, size: int = 128, least: float = 1e-3) -> Order
     Source: Pothen, Simon and Liou, Partitioning Sparse Matrices with Eigenvectors of Graphs, 1990, section 2; eigenvectors by
         Chebyshev filters, Zhou and Saad, A Chebyshev-Davidson Algorithm for Large Symmetric Eigenproblems, 2007, section 2.
     """
+    if not isinstance(pattern, Tensor):
+        hint = "attention that was measured, [n, n]"
+        raise CallError("an attention pattern is a tensor", given=type(pattern).__name__, hint=hint)
+    size = integer(size, "size", hint="the block size of the mask")
     if pattern.dim() != 2 or pattern.shape[0] != pattern.shape[1]:
         hint = "[n, n]: queries by keys of the same tokens"
         raise ShapeError("an attention pattern is square", given=tuple(pattern.shape), hint=hint)
@@ -364,11 +383,14 @@ def propose(
         >>> report.best.name, round(report.kept["raster"], 3), round(report.kept[report.best.name], 3)
         ('tiles 8 x 16', 0.128, 0.062)
     """
-    size, pair = _size(shape), (block, block) if isinstance(block, int) else block
+    size, pair, mask_mod = _size(shape), block_pair(block), mask_function(mask_mod)
     if orderings is None:
         orderings = [tiles(shape, tile) for tile in _tile_shapes(shape, pair[0])]
         orderings += [morton(shape)] if len(shape) > 1 else []
         orderings += [clustered(pattern, size=pair[0])] if pattern is not None else []
+    if isinstance(orderings, Ordering) or not all(isinstance(o, Ordering) for o in orderings):
+        hint = "[flexattn.ordering.morton(shape)]"
+        raise CallError("orderings is a list of orderings", given=type(orderings).__name__, hint=hint)
     kept, named = {}, {}
     for ordering in (raster(shape), *orderings):
         if len(ordering) != size:

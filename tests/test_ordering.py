@@ -10,7 +10,7 @@ import torch
 
 import flexattn
 from flexattn import create_block_mask, ordering
-from flexattn.errors import OptionError, ShapeError, TraceError
+from flexattn.errors import FlexError, OptionError, ShapeError, TraceError
 
 SHAPES = [(7,), (4, 4), (5, 9), (1, 6), (3, 4, 5), (2, 3, 2, 2)]
 
@@ -192,3 +192,27 @@ def test_errors() -> None:
         ordering.clustered(torch.zeros(3, 3), size=0)
     with pytest.raises(TraceError):
         found.mask_mod(lambda b, h, q, k: bool(q > k))
+
+
+def test_arguments_of_the_wrong_kind_are_told() -> None:
+    rule = lambda b, h, q, k: q >= k
+    mask = create_block_mask(rule, None, None, 70, 70, "cpu")
+    order = ordering.morton((7, 10))
+    wrong = {
+        "a sequence of integers": (
+            lambda: ordering.propose(rule, 70), lambda: ordering.propose(rule, (7.5, 10)), lambda: ordering.raster(5),
+            lambda: ordering.tiles((7, 10), 7),
+        ),
+        "must be callable": (
+            lambda: ordering.propose(mask, (7, 10)), lambda: ordering.propose(5, (7, 10)), lambda: order.mask_mod(mask),
+        ),
+        "BLOCK_SIZE must be": (lambda: ordering.propose(rule, (7, 10), block="a"),),
+        "is a tensor": (lambda: ordering.propose(rule, (7, 10), pattern=5), lambda: ordering.clustered(5)),
+        "is a list of orderings": (lambda: ordering.propose(rule, (7, 10), orderings=order),),
+        "must be a tensor": (lambda: ordering.Ordering("mine", [0, 1]), lambda: order.apply(5)),
+        "size must be an integer": (lambda: ordering.clustered(torch.eye(4), size=1.5),),
+    }  # fmt: skip
+    for text, asks in wrong.items():
+        for ask in asks:
+            with pytest.raises(FlexError, match=text):
+                ask()

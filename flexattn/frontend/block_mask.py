@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.errors import MaskFunctionError, OptionError
+from flexattn.errors import CallError, MaskFunctionError, OptionError
+from flexattn.frontend.arguments import lengths_of, mask_function
 from flexattn.frontend.list_mask import KvLists, ListMask
 from flexattn.frontend.mask_functions import MaskMod, noop_mask
 from flexattn.frontend.mask_operations import MaskOperations
@@ -152,7 +153,11 @@ class BlockMask(MaskOperations, MaskViews):
 
         Raises:
             MaskFunctionError: it was sliced, so torch has replaced its mask function by one that only raises.
+            CallError: it is no BlockMask.
         """
+        if not isinstance(block_mask, BlockMask) and not hasattr(block_mask, "kv_num_blocks"):
+            hint = "create_block_mask of torch or of flexattn"
+            raise CallError("from_torch takes a BlockMask of torch's", given=type(block_mask).__name__, hint=hint)
         if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
             raise MaskFunctionError(
                 "Cannot use mask_mod from a sliced BlockMask",
@@ -182,7 +187,7 @@ class BlockMask(MaskOperations, MaskViews):
 
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskMod) -> None:
-        self._mask = self._as_list().changed(function=mask_mod)
+        self._mask = self._as_list().changed(function=mask_function(mask_mod))
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
@@ -191,7 +196,7 @@ class BlockMask(MaskOperations, MaskViews):
 
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
-        self._mask = self._as_list().changed(lengths=(lengths[0], lengths[1]))
+        self._mask = self._as_list().changed(lengths=lengths_of(lengths))
 
     def _as_list(self) -> ListMask:
         mask = self._mask
@@ -242,6 +247,7 @@ class BlockMask(MaskOperations, MaskViews):
             `indptr[line] : indptr[line + 1]`, in order, no run touching the next.
 
         Raises:
+            CallError: position is no integer.
             CaptureIndexError: there is no such position, or a kept key reads a captured tensor out of range.
             StaleMaskError: a tensor that a predicate mask captures has changed since it was created.
 
@@ -257,7 +263,8 @@ class BlockMask(MaskOperations, MaskViews):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the mask to a file as it was traced, with the tensors it captures: plain data, and no code.
 
-        A list mask is written as the predicate that it also is. Pickling keeps a mask as it is, but needs the function's module.
+        A list mask is written as the predicate that it also is. Pickling (and so torch.save) keeps a mask as it is, with its
+        function by its name if it has one in a module, else as it was traced; reading a pickle can run code, `load` runs none.
 
         Args:
             path: of a file, written by torch.save.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import MaskFunctionError
+from flexattn.frontend.arguments import mask_function
 from flexattn.frontend.create import create_block_mask
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.mask_functions import MaskMod
@@ -91,7 +92,7 @@ def check(
         >>> print(check(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 300, 300, device="cpu"))
         <lambda>: tiles and function agree on 90,000 pairs, of which 45,150 are kept
     """
-    block_mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    block_mask = create_block_mask(mask_function(mask_mod), B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     mask = block_mask.predicate
     assert mask is not None
     (batch, heads), (q_len, kv_len) = mask.sizes, mask.lengths

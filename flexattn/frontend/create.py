@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import DeviceError, MaskTypeError, OptionError
+from flexattn.frontend.arguments import device_of, mask_function
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.eager import eager_only
 from flexattn.frontend.mask_functions import MaskMod
-from flexattn.frontend.predicate_mask import PredicateMask, dense, indexed, trace_mask
+from flexattn.frontend.predicate_mask import PredicateMask, dense, trace_mask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.source import function_name
 from flexattn.frontend.torch_lists import DEFAULT_BLOCK_SIZE, ListStyle, block_pair
@@ -58,12 +59,13 @@ def create_block_mask(
     Raises:
         MaskTypeError: mask_mod is no mask function, or returns no truth value.
         TraceError: mask_mod does something that cannot be traced.
-        DeviceError: a captured tensor is on another device.
+        DeviceError: a captured tensor is on another device, or there is no such device here.
 
     Example:
         >>> create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 4, None, 300, 300, device="cpu").shape
         (4, 1, 300, 300)
     """
+    mask_function(mask_mod)
     if mod_kind(mask_mod) != "mask":
         raise MaskTypeError(
             "create_block_mask requires a mask_mod function (b, h, q_idx, kv_idx)",
@@ -109,7 +111,7 @@ def create_mask(
         >>> create_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 2, 3, "cpu").int().tolist()
         [[[[1, 0, 0], [1, 1, 0]]]]
     """
-    is_score = mod_kind(mod_fn) == "score"
+    is_score = mod_kind(mask_function(mod_fn)) == "score"
     traced = trace(mod_fn, "score") if is_score else trace_mask(mod_fn)
     sizes = (1 if B is None else B, 1 if H is None else H)
     return dense(traced, sizes, (Q_LEN, KV_LEN), _device_for(traced, device), score=is_score)
@@ -123,7 +125,7 @@ def _device_for(traced: Traced | None, device: torch.device | str | None) -> tor
         device = _chosen_by(traced)
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
-    device = indexed(torch.device(device))
+    device = device_of(device)
     for t in tables:
         if t.device != device:
             raise DeviceError(

@@ -6,6 +6,7 @@ Where none can, or where a length cuts a full block, the lists become two bool t
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -13,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flexattn.errors import ShapeError
+from flexattn.errors import DeviceError, ShapeError
 from flexattn.frontend import algebra
 from flexattn.frontend.block_lists import crop_blocks, cuts_full_block, read_lists, retile
 from flexattn.frontend.contents import version, versions
 from flexattn.frontend.mask_functions import MaskMod
-from flexattn.frontend.predicate_mask import PredicateMask, trace_mask
+from flexattn.frontend.predicate_mask import PredicateMask, portable, trace_mask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.spans import cover
 from flexattn.frontend.tile_map import TileMap
@@ -126,6 +127,8 @@ class ListMask:
 
     def block_map(self) -> TileMap:
         """The listed blocks, whatever the lengths."""
+        if self.device.type == "meta":
+            raise DeviceError("a mask on the meta device has no blocks", given="meta", hint='mask.to("cpu") before')
         source = self.source
         blocks = source if isinstance(source, TileMap) else source.blocks(self.block, self.lengths[1])
         if blocks is not self._blocks:
@@ -191,6 +194,15 @@ class ListMask:
         return self.changed(source=crop_blocks(self.block_map(), rows, cols), lengths=(q_len, kv_len))
 
     def __getstate__(self) -> dict[str, Any]:
+        """With a function that another process can have."""
+        return self._lasting() | {"function": portable(self.function, self.inner)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ListMask:
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self._lasting(), memo))
+        return new
+
+    def _lasting(self) -> dict[str, Any]:
         return self.__dict__ | {"_blocks": None, "_cache": {}}
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import MaskTypeError, OptionError, ShapeError, UnsupportedError
+from flexattn.frontend.arguments import device_of, integer, lengths_of, mask_function
 from flexattn.frontend.list_mask import ListMask, two_sizes
 from flexattn.frontend.mask_functions import MaskMod, sliced_function, with_tensors
 from flexattn.frontend.predicate_mask import PredicateMask, trace_mask
 from flexattn.frontend.slices import read_slice
-from flexattn.frontend.torch_lists import KV_LISTS, LIST_NAMES, ListStyle, TorchLists
+from flexattn.frontend.torch_lists import KV_LISTS, LIST_NAMES, ListStyle, TorchLists, is_torchs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +30,7 @@ class MaskOperations(TorchLists):
     """What BlockMask has of operations that make further masks."""
 
     from_kv_blocks: ClassVar[Callable[..., Any]]
+    from_torch: ClassVar[Callable[..., Any]]
 
     def _start(self, mask: PredicateMask | ListMask, style: ListStyle, dq_kv_order_spt: bool | None) -> None:
         self._mask, self._style = mask, style
@@ -110,6 +112,7 @@ class MaskOperations(TorchLists):
         Raises:
             ShapeError: a length is larger than the mask's: a mask cannot grow.
         """
+        q_len, kv_len = lengths_of((q_len, kv_len))
         if q_len > self._mask.lengths[0] or kv_len > self._mask.lengths[1]:
             raise ShapeError(
                 "a BlockMask can only be cropped",
@@ -141,7 +144,8 @@ class MaskOperations(TorchLists):
             [[[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]
         """
         q_len, kv_len = self._mask.lengths
-        q_new, kv_new = lengths or (max(0, q_len - q), max(0, kv_len - kv))
+        q, kv = (integer(n, "an offset", hint="shifted(q=700)") for n in (q, kv))
+        q_new, kv_new = (max(0, q_len - q), max(0, kv_len - kv)) if lengths is None else lengths_of(lengths)
         if isinstance(self._mask, ListMask) and (min(q, kv) < 0 or q + q_new > q_len or kv + kv_new > kv_len):
             raise ShapeError(
                 "block lists say nothing of pairs outside them",
@@ -227,26 +231,43 @@ class MaskOperations(TorchLists):
     def combine(self, mask_mod: MaskMod) -> Self:
         """The pairs that both this mask and a further mask function keep, as a predicate mask."""
         mask = self._mask.as_predicate()
+        mask_mod = mask_function(mask_mod)
         return self._made(mask & mask.changed(traced=trace_mask(mask_mod), function=mask_mod))
 
-    def __and__(self, other: MaskOperations) -> Self:
+    def __and__(self, other: Any) -> Self:
         """Pairs that both masks keep."""
-        return self._made(self._mask.as_predicate() & _predicate(other))
+        return self._made(self._mask.as_predicate() & self._other(other))
 
-    def __or__(self, other: MaskOperations) -> Self:
+    def __or__(self, other: Any) -> Self:
         """Pairs that at least one of the masks keeps."""
-        return self._made(self._mask.as_predicate() | _predicate(other))
+        return self._made(self._mask.as_predicate() | self._other(other))
 
-    def __xor__(self, other: MaskOperations) -> Self:
+    def __xor__(self, other: Any) -> Self:
         """Pairs that exactly one of the masks keeps."""
-        return self._made(self._mask.as_predicate() ^ _predicate(other))
+        return self._made(self._mask.as_predicate() ^ self._other(other))
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__  # with torch's masks on the left
+
+    def _other(self, other: object) -> PredicateMask:
+        """Another mask, ours or torch's, as a predicate."""
+        if is_torchs(other):
+            other = self.from_torch(other)
+        if not isinstance(other, MaskOperations):
+            hint = "mask.combine(mask_mod) for a function"
+            raise MaskTypeError("masks combine with masks", given=type(other).__name__, hint=hint)
+        return other._mask.as_predicate()
 
     def __invert__(self) -> Self:
         """Pairs that the mask drops."""
         return self._made(~self._mask.as_predicate())
 
-    def to(self, device: torch.device | str) -> Self:
-        """The mask with its lists, and the tensors its function captures, on another device."""
+    def to(self, device: torch.device | str | None) -> Self:
+        """The mask with its lists, and the tensors its function captures, on another device; None is where it is.
+
+        Raises:
+            DeviceError: there is no such device here.
+        """
+        device = self._mask.device if device is None else device_of(device)
         if isinstance(self._mask, PredicateMask):
             return self._like(self._mask.to(device))
         tensors = {n: self._list(n) for n in LIST_NAMES} | {"dq_kv_order": self.dq_kv_order}
@@ -256,11 +277,3 @@ class MaskOperations(TorchLists):
         make: Any = type(self)
         moved: Self = make(self._mask.lengths, **options, BLOCK_SIZE=self._mask.block, mask_mod=function)
         return moved
-
-
-def _predicate(other: object) -> PredicateMask:
-    if not isinstance(other, MaskOperations):
-        raise MaskTypeError(
-            "masks combine with masks", given=type(other).__name__, hint="mask.combine(mask_mod) for a function"
-        )
-    return other._mask.as_predicate()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import CaptureIndexError, OptionError
+from flexattn.frontend.arguments import integer
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.list_mask import ListMask, two_sizes
 from flexattn.frontend.predicate_mask import PredicateMask
@@ -93,6 +94,7 @@ def read_window(mask: PredicateMask | ListMask, queries: Range, keys: Range, gro
         CaptureIndexError: the window, batch or head does not lie within the mask.
         OptionError: there are more than 4,194,304 pairs.
     """
+    group, queries, keys = (_integers(x) for x in (group, queries, keys))
     wanted = (*((n, n + 1) for n in group), queries, keys)
     for name, (start, stop), size in zip(
         ("batch", "head", "queries", "keys"), wanted, (*two_sizes(mask.sizes), *mask.lengths), strict=True
@@ -107,6 +109,11 @@ def read_window(mask: PredicateMask | ListMask, queries: Range, keys: Range, gro
     where = (queries, keys, group)
     kept = _listed(mask, *where) if isinstance(mask, ListMask) else _evaluated(mask, *where)
     return MaskWindow(kept.cpu(), queries, keys, mask.block, group)
+
+
+def _integers(pair: Range) -> Range:
+    first, second = (integer(n, "a position of a window", hint="window(0, 64, 0, 64, head=1)") for n in pair)
+    return first, second
 
 
 @torch.no_grad()

@@ -6,7 +6,10 @@ tensor, so a mask can tell that it is out of date without looking at any value (
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+import pickle
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from flexattn.errors import CaptureIndexError, DeviceError, OptionError, ShapeError, StaleMaskError
 from flexattn.frontend import algebra
+from flexattn.frontend.arguments import device_of, integer
 from flexattn.frontend.contents import contents, versions
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import DEP_B, DEP_H
@@ -121,6 +125,8 @@ class PredicateMask:
         return found
 
     def _build(self, q_tile: int, kv_tile: int) -> TileMap:
+        if self.device.type == "meta":
+            raise DeviceError("a mask on the meta device has no blocks", given="meta", hint='mask.to("cpu") before')
         (batch, heads), (q_len, kv_len) = self.sizes, self.lengths
         sizes = {"batch": batch, "heads": heads, "q_len": q_len, "kv_len": kv_len}
         return build_tile_map(self.traced, **sizes, q_block=q_tile, kv_block=kv_tile, device=self.device)
@@ -128,6 +134,7 @@ class PredicateMask:
     def row(self, position: int) -> Spans:
         """The kept keys of one query as runs of tokens, a line for each of batch * heads."""
         self.check_current()
+        position = integer(position, "position", hint="a query's number; one call for each of several")
         (batch, heads), (q_len, kv_len), shared = self.sizes, self.lengths, self.shared_sizes
         if not -q_len <= position < q_len:
             given, hint = f"{position} for {q_len} queries", "a position of the mask, or appended() for a longer one"
@@ -202,8 +209,9 @@ class PredicateMask:
 
     def to(self, device: torch.device | str) -> PredicateMask:
         """The mask, and the tensors that its function captures, on another device."""
+        device = device_of(device)
         move = lambda t: t.to(device)
-        function, device = with_tensors(self.function, move), indexed(torch.device(device))
+        function = with_tensors(self.function, move)
         return self.changed(traced=_rebound(self.traced, move), function=function, device=device, follows=False)
 
     def following(self, device: torch.device) -> PredicateMask:
@@ -230,7 +238,15 @@ class PredicateMask:
 
     # ------------------------------------------------------------------------------------------------- moving around
     def __getstate__(self) -> dict[str, Any]:
-        """Without what can be made again."""
+        """Without what can be made again, and with a function that another process can have."""
+        return self._lasting() | {"function": portable(self.function, self.traced)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PredicateMask:
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__setstate__(copy.deepcopy(self._lasting(), memo))
+        return new
+
+    def _lasting(self) -> dict[str, Any]:
         self.check_current()
         return self.__dict__ | {"_maps": {}, "tables": {}, "_finder": None, "_tables": None}
 
@@ -267,6 +283,30 @@ def _aligned(masks: Sequence[PredicateMask], axis: int | None) -> tuple[tuple[Pr
     return masks, (batch, heads)
 
 
+def portable(function: MaskMod, traced: Traced | None) -> MaskMod:
+    """The function itself if pickle can write it, by its name and with what it holds; else its trace, as a function."""
+    if _pickles(function):
+        return function
+    from flexattn.frontend.saved import replayed  # which reads masks
+
+    return noop_mask if traced is None else functools.partial(replayed, traced.program, *traced.binding)
+
+
+def _pickles(value: Any) -> bool:
+    """Whether pickle can write a value; functions are written by their names."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, functools.partial):
+        return all(map(_pickles, (value.func, *value.args, *value.keywords.values())))
+    if isinstance(value, (tuple, list)):
+        return all(map(_pickles, value))
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever an object's own way of pickling stumbles over
+        return False
+    return True
+
+
 def trace_mask(mask_mod: MaskMod) -> Traced | None:
     """A mask function, traced; None if it keeps every pair."""
     traced = None if _is_noop(mask_mod) else trace(mask_mod, "mask")
@@ -277,13 +317,6 @@ def _is_noop(mask_mod: MaskMod) -> bool:
     """Our noop_mask or torch's, recognised without importing torch's module."""
     name = (getattr(mask_mod, "__module__", None), getattr(mask_mod, "__name__", None))
     return mask_mod is noop_mask or name == ("torch.nn.attention.flex_attention", "noop_mask")
-
-
-def indexed(device: torch.device) -> torch.device:
-    """The device with its index, so that devices compare as their tensors do."""
-    if device.index is None and device.type not in ("cpu", "meta"):
-        return torch.empty(0, device=device).device
-    return device
 
 
 def _rebound(traced: Traced | None, replace: Callable[[Tensor], Tensor]) -> Traced | None:

@@ -7,24 +7,27 @@ a file holds names, numbers and tensors, no code, and reading one runs none.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from flexattn.errors import DeviceError, FileError
+from flexattn.errors import CallError, FileError
+from flexattn.frontend.arguments import device_of
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import Expr, convert, fold, intern, load, rebuild, topological
 from flexattn.frontend.mask_functions import noop_mask
 from flexattn.frontend.ops import OPS
-from flexattn.frontend.predicate_mask import PredicateMask, indexed
+from flexattn.frontend.predicate_mask import PredicateMask
 from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
 from flexattn.frontend.proxy import Proxy
 from flexattn.frontend.source import Source
 
-FORMAT, VERSION = "flexattn.BlockMask", 1
+FORMAT, VERSION = "flexattn.BlockMask", 2  # version 1 had no checksum
 _LEAVES = {"var": 0, "const": 0, "num": 0, "cast": 1}  # operations besides the table's, with their arguments
 _VARIABLES = ("b", "h", "q_idx", "kv_idx")
 Node = tuple[str, tuple[int, ...], Any, str]  # operation, earlier nodes, attribute, data type
@@ -45,41 +48,64 @@ def write(path: str | os.PathLike[str], mask: PredicateMask, style: Sequence[boo
             "name": program.name,
             "where": None if program.where is None else tuple(program.where),
         }
-    torch.save(content, path)
+    torch.save(content | {"checksum": _checksum(content)}, path)
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str | None) -> tuple[PredicateMask, tuple[Any, ...]]:
     """The mask and the style in a file."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as e:  # torch raises whatever its reader stumbled over
-        raise _refused(path, f"a file that torch cannot read ({type(e).__name__})") from None
+    with _opened(path) as file:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as e:  # torch raises whatever its reader stumbled over
+            raise _refused(path, f"a file that torch cannot read ({type(e).__name__})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise _refused(path, "other data")
-    if content.get("version") != VERSION:
-        raise _refused(path, f"version {content.get('version')}, where this flexattn reads {VERSION}")
+    if content.get("version") not in (1, VERSION):
+        raise _refused(path, f"version {content.get('version')}, where this flexattn reads 1 and {VERSION}")
+    if content["version"] == VERSION and content.pop("checksum", None) != _checksum(content):
+        raise _refused(path, "damaged content: it does not fit its checksum")
     try:
         mask, style = _mask_of(content), tuple(content["style"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as e:
         raise _refused(path, f"damaged content ({e})") from None
     wanted = content["device"] if device is None else device
     if wanted is None:
-        return mask.following(_present(torch.accelerator.current_accelerator() or "cpu")), style
-    return mask.to(_present(wanted)), style
+        return mask.following(device_of(torch.accelerator.current_accelerator() or "cpu")), style
+    return mask.to(device_of(wanted, hint='BlockMask.load(path, device="cpu")')), style
+
+
+def _opened(path: Any) -> AbstractContextManager[BinaryIO]:
+    """The file; what the system says of a path, such as that there is no such file, is said as it is."""
+    if hasattr(path, "read"):
+        return nullcontext(path)
+    if not isinstance(path, (str, os.PathLike)):
+        raise CallError("load takes the path of a file", given=type(path).__name__, hint='BlockMask.load("mask.pt")')
+    return open(path, "rb")
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """Of all that a file holds, whatever way it is written."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, dict):
+            value = sorted(value.items())
+        if isinstance(value, Tensor):
+            digest.update(repr((value.dtype, tuple(value.shape))).encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, (tuple, list)):
+            digest.update(f"({len(value)}".encode())
+            for item in value:
+                add(item)
+        else:
+            digest.update(f"{value!r};".encode())
+
+    add(content)
+    return digest.hexdigest()
 
 
 def _refused(path: object, given: str) -> FileError:
     return FileError(f"{path} holds no BlockMask that can be read", given=given, hint="mask.save(path)")
-
-
-def _present(wanted: torch.device | str) -> torch.device:
-    try:
-        return indexed(torch.empty(0, device=wanted).device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        hint = 'BlockMask.load(path, device="cpu")'
-        raise DeviceError("the mask's device is not here", given=str(wanted), hint=hint) from None
 
 
 def _mask_of(content: dict[str, Any]) -> PredicateMask:

@@ -6,21 +6,23 @@ h or b whose turn it is, so every group of the score matrix is decided as its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from flexattn.errors import MaskTypeError, OptionError
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.predicate_mask import stacked
+from flexattn.frontend.torch_lists import is_torchs
 
 _AXES = {"batch": 0, "heads": 1}
 
 
-def stack_masks(masks: Sequence[BlockMask], *, dim: str) -> BlockMask:
+def stack_masks(masks: Iterable[Any], *, dim: str) -> BlockMask:
     """Masks side by side, as one: a kind of mask for each head, or a mask for each request of a batch.
 
     Args:
         masks: of the same lengths; each brings as many heads (or batches) as its H (or B) says, and along the other
-            dimension all have the same size or 1. List masks become predicates.
+            dimension all have the same size or 1. List masks, and torch's, become predicates.
         dim: "heads" or "batch".
 
     Returns:
@@ -38,9 +40,15 @@ def stack_masks(masks: Sequence[BlockMask], *, dim: str) -> BlockMask:
         >>> stack_masks([causal, causal.transposed()], dim="heads").to_mask().int().tolist()
         [[[[1, 0], [1, 1]], [[1, 1], [0, 1]]]]
     """
-    if dim not in _AXES:
+    if not isinstance(dim, str) or dim not in _AXES:
         raise OptionError('dim must be "heads" or "batch"', given=repr(dim), hint='dim="heads"')
-    if not masks or not all(isinstance(m, BlockMask) for m in masks):
+    several = isinstance(masks, Iterable) and not isinstance(masks, BlockMask)
+    masks = [BlockMask.from_torch(m) if is_torchs(m) else m for m in masks] if several else [masks]
+    if not several or not masks or not all(isinstance(m, BlockMask) for m in masks):
         given = ", ".join(type(m).__name__ for m in masks) or "none"
-        raise MaskTypeError("stack_masks takes one BlockMask or more", given=given, hint="create_block_mask")
-    return masks[0]._made(stacked([m._mask.as_predicate() for m in masks], _AXES[dim]))
+        given = given if several else f"one {given}"
+        raise MaskTypeError(
+            "stack_masks takes a list of block masks", given=given, hint="[create_block_mask(...), ...]"
+        )
+    found: list[BlockMask] = masks
+    return found[0]._made(stacked([m._mask.as_predicate() for m in found], _AXES[dim]))

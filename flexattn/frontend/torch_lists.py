@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.errors import DTypeError, MaskFunctionError, MaskTypeError, OptionError
+from flexattn.errors import CallError, DTypeError, MaskFunctionError, MaskTypeError, OptionError
 from flexattn.frontend.block_lists import merge, write_lists, write_order
 from flexattn.frontend.list_mask import KvLists, ListMask, two_sizes
 from flexattn.frontend.predicate_mask import PredicateMask
@@ -45,6 +45,9 @@ class ListAttribute:
         return self if mask is None else mask._list(self.name)
 
     def __set__(self, mask: TorchLists, value: Any) -> None:
+        if value is not None and not isinstance(value, Tensor):
+            hint = "int32 lists, as create_block_mask makes them"
+            raise CallError(f"{self.name} must be a tensor or None", given=type(value).__name__, hint=hint)
         mask._assign({self.name: value})
 
 
@@ -165,7 +168,15 @@ class TorchLists:
         return torch.Size((*mask.sizes, lines) if name.endswith("num_blocks") else (*mask.sizes, lines, cells))
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
-        """The visited blocks as characters, at most grid_size of them (-1: one per block), of the first `limit` heads."""
+        """The visited blocks as characters, at most grid_size of them (-1: one per block), of the first `limit` heads.
+
+        Raises:
+            OptionError: another grid_size than -1, a number of at least 1, or a pair of those.
+        """
+        sides = grid_size if isinstance(grid_size, (tuple, list)) else (grid_size, grid_size)
+        if grid_size != -1 and (len(sides) != 2 or not all(isinstance(n, int) and n >= 1 for n in sides)):
+            hint = "20, (20, 40), or -1 for a character a block"
+            raise OptionError("grid_size must be at least 1 along both sides", given=repr(grid_size), hint=hint)
         from flexattn.frontend import display
 
         return display.block_text(
@@ -179,6 +190,12 @@ class TorchLists:
             f"BlockMask(\n{''.join(shapes)}    BLOCK_SIZE={self._mask.block},\n    shape={self.shape},\n"
             f"    sparsity={self.sparsity():.2f}%,\n    mask_mod={name}\n)"
         )
+
+
+def is_torchs(mask: object) -> bool:
+    """Whether something is a BlockMask of torch's, recognised without importing its module."""
+    kind = type(mask)
+    return kind.__name__ == "BlockMask" and kind.__module__.startswith("torch.")
 
 
 def block_pair(block: int | Sequence[int] | None) -> tuple[int, int]:

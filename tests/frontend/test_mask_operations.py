@@ -12,6 +12,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from flexattn import BlockMask, create_block_mask, create_mask, flex_attention, stack_masks
 from flexattn.errors import (
     DeviceError,
+    FlexError,
     MaskTypeError,
     OptionError,
     ShapeError,
@@ -207,3 +208,54 @@ def test_attention_over_a_stack_of_shifted_masks() -> None:
     kept = torch.stack([brute(MASKS["sink and window"], 1, 1, K, K)[0, :, p : p + 1] for p in positions])
     want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=kept)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=stack).double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_torchs_masks_combine_with_ours() -> None:
+    ours = make("window")
+    theirs = torch_flex.create_block_mask(causal, None, None, Q, K, "cpu")
+    want, other = ours.to_mask(), create_mask(causal, None, None, Q, K, "cpu")
+    for found, expected in (
+        (ours & theirs, want & other),
+        (theirs & ours, want & other),
+        (ours | theirs, want | other),
+        (theirs | ours, want | other),
+        (ours ^ theirs, want ^ other),
+        (theirs ^ ours, want ^ other),
+        (stack_masks([theirs, ours], dim="heads"), torch.cat((other.expand(BATCH, 1, Q, K), want), 1)),
+    ):
+        assert torch.equal(found.to_mask(), expected)
+
+
+def test_arguments_of_the_wrong_kind_are_told() -> None:
+    mask = make("causal", batch=1, heads=1)
+    lists = BlockMask.from_torch(torch_flex.create_block_mask(causal, None, None, Q, K, "cpu"))
+    absent = "xpu" if not torch.xpu.is_available() else "mtia"
+    wrong = {
+        "position must be an integer": (lambda: mask.row(1.5), lambda: mask.row("a"), lambda: mask.row(True)),
+        "a position of a window must be": (lambda: mask.window(0.5, 2, 0, 2), lambda: mask.window(0, 2, 0, 2, head="a")),
+        "a length must be an integer": (lambda: mask.crop(1.5, 2), lambda: mask.shifted(lengths=(None, 2))),
+        "lengths must be a pair": (lambda: mask.shifted(lengths=5), lambda: setattr(mask, "seq_lengths", 5)),
+        "an offset must be": (lambda: mask.shifted(q=1.5),),
+        "a mask function must be callable": (
+            lambda: mask.combine(5), lambda: mask.combine(mask), lambda: setattr(mask, "mask_mod", 5),
+            lambda: create_block_mask(mask, None, None, 9, 9), lambda: create_block_mask(None, None, None, 9, 9),
+        ),
+        "grid_size must be at least 1": (
+            lambda: mask.to_string(0), lambda: mask.to_string((0, 3)), lambda: mask.to_string("a"),
+        ),
+        "from_torch takes a BlockMask": (lambda: BlockMask.from_torch(5), lambda: BlockMask.from_torch(None)),
+        "masks combine with masks": (lambda: mask & 5, lambda: mask | causal, lambda: None ^ mask),
+        "takes a list of block masks": (lambda: stack_masks(mask, dim="heads"), lambda: stack_masks(5, dim="heads")),
+        "must be a tensor or None": (lambda: setattr(mask, "kv_indices", 5),),
+        "the mask's device is not here": (
+            lambda: mask.to(absent), lambda: mask.to(f"{absent}:0"), lambda: lists.to(absent), lambda: mask.to("cdua"),
+            lambda: create_block_mask(causal, None, None, 9, 9, absent), lambda: create_mask(causal, 1, 1, 9, 9, absent),
+        ),
+        "meta device has no blocks": (lambda: mask.to("meta").tile_map(16, 16), lambda: lists.to("meta").density()),
+    }  # fmt: skip
+    for text, asks in wrong.items():
+        for ask in asks:
+            with pytest.raises(FlexError, match=text):
+                ask()
+    assert mask.to(None).device == lists.to(None).device == mask.device
+    assert torch.equal(mask.row(torch.tensor(3)).stop, mask.row(3).stop)

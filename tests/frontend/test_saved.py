@@ -155,7 +155,10 @@ def test_other_files_are_refused(name: str, tmp_path: Path) -> None:
     ids, (damage, text) = torch.arange(K), DAMAGE[name]
     path = tmp_path / "mask.pt"
     create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, Q, K, "cpu").save(path)
-    torch.save(damage(torch.load(path)), path)
+    content = damage(torch.load(path))
+    if isinstance(content, dict) and content.pop("checksum", None):  # somebody who means it writes a new one
+        content["checksum"] = saved._checksum(content)
+    torch.save(content, path)
     with pytest.raises(FileError, match=text):
         BlockMask.load(path)
 
@@ -201,3 +204,77 @@ def test_functions_of_loaded_masks_are_made_of_parts_that_move(tmp_path: Path) -
     moved = BlockMask.load(tmp_path / "mask.pt").to("meta")
     assert isinstance(moved.mask_mod, functools.partial)
     assert moved.mask_mod.args[1][0].device.type == "meta"
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """Wherever it is: a file loads as the mask that was saved, or not at all."""
+    path, ids = tmp_path / "mask.pt", torch.arange(200) // 30
+    mask = create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < 57), None, None, 200, 200, "cpu")
+    mask.save(path)
+    whole, want, refused = path.read_bytes(), mask.to_mask(), 0
+    for at in range(5, len(whole), 23):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        try:
+            found = BlockMask.load(path)
+        except FileError:
+            refused += 1
+        else:  # a byte between the records of the archive
+            assert found.shape == mask.shape and found.BLOCK_SIZE == mask.BLOCK_SIZE
+            assert torch.equal(found.to_mask(), want)
+    assert refused > 40
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mask.pt"
+    make("documents per batch").save(path)
+    whole = path.read_bytes()
+    for length in (0, 1, 3, 100, len(whole) // 2, len(whole) - 300, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(FileError, match="holds no BlockMask that can be read"):
+            BlockMask.load(path)
+    with pytest.raises(FileNotFoundError):
+        BlockMask.load(tmp_path / "none.pt")
+
+
+def test_files_of_before_there_was_a_checksum_are_read(tmp_path: Path) -> None:
+    path, mask = tmp_path / "mask.pt", make("documents per batch")
+    mask.save(path)
+    content = torch.load(path, weights_only=True)
+    del content["checksum"]
+    torch.save(content, path)
+    with pytest.raises(FileError, match="does not fit its checksum"):
+        BlockMask.load(path)
+    torch.save(content | {"version": 1}, path)
+    assert torch.equal(BlockMask.load(path).to_mask(), mask.to_mask())
+
+
+def by_name(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+class _Local:
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.ids, self.lock = ids, (n for n in ())  # which pickle cannot write
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.ids[q_idx] == self.ids[kv_idx]
+
+
+@pytest.mark.parametrize("kind", ["predicate", "list", "torch", "made of masks"])
+def test_masks_of_functions_without_a_name_are_pickled_as_they_were_traced(kind: str, tmp_path: Path) -> None:
+    ids, cut = torch.arange(100) // 30, 3
+    rule = lambda b, h, q, k: (ids[q] == ids[k]) & (q - k < 40 + cut)
+    mask = create_block_mask(rule, None, 2, 100, 100, "cpu", BLOCK_SIZE=16)
+    if kind == "list":
+        mask.kv_indices = mask.kv_indices.clone()
+    if kind == "torch":
+        mask = BlockMask.from_torch(torch_flex.create_block_mask(rule, None, 2, 100, 100, "cpu", BLOCK_SIZE=16))
+    if kind == "made of masks":
+        mask = (mask & create_block_mask(_Local(ids), None, None, 100, 100, "cpu"))[:, :, 1:]
+    want = mask.to_mask()
+    torch.save(mask, tmp_path / "mask.pt")
+    for found in (pickle.loads(pickle.dumps(mask)), torch.load(tmp_path / "mask.pt", weights_only=False)):
+        assert (found.is_list, found.shape, found.BLOCK_SIZE) == (mask.is_list, mask.shape, mask.BLOCK_SIZE)
+        assert torch.equal(found.to_mask(), want)
+        assert torch.equal(create_mask(found.mask_mod, 1, 2, *found.seq_lengths, "cpu") & want, want)
+    assert pickle.loads(pickle.dumps(create_block_mask(by_name, None, None, 9, 9, "cpu"))).mask_mod is by_name
