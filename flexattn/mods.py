@@ -6,6 +6,8 @@ setting is an argument of the kernel, so another window or another cap builds no
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +18,16 @@ from torch import Tensor
 from flexattn.errors import OptionError, ShapeError
 
 Mod = Callable[..., Any]
+
+
+def _is_one(x: Any) -> bool:
+    """Whether a setting is a number, or a tensor or array of one element."""
+    return isinstance(x, numbers.Real) or math.prod(getattr(x, "shape", (0,))) == 1
+
+
+def _shown(x: Any) -> str:
+    """A setting in an error: a number as it is, anything else by its type."""
+    return str(x) if _is_one(x) else f"a {type(x).__name__}"
 
 
 # ----------------------------------------------------------------------------------------------------------- masks
@@ -55,8 +67,12 @@ def sliding_window(window: int, *, offset: int = 0) -> Mod:
 
     Source: Beltagy et al., Longformer, 2020, section 3.1; Jiang et al., Mistral 7B, 2023, section 2.
     """
-    if window < 1:
-        raise OptionError("window must be at least 1", given=window, hint="1, which keeps the query's own position")
+    if not _is_one(window) or window < 1:
+        raise OptionError(
+            "window must be a number of at least 1",
+            given=_shown(window),
+            hint="1, which keeps the query's own position",
+        )
     return partial(_sliding_window, window, offset)
 
 
@@ -171,8 +187,8 @@ def alibi(heads: int) -> Mod:
 
     Source: Press et al., Train Short, Test Long (ALiBi), 2022, section 3.
     """
-    if heads < 1:
-        raise OptionError("heads must be at least 1", given=heads, hint="the number of query heads")
+    if not _is_one(heads) or heads < 1:
+        raise OptionError("heads must be a number of at least 1", given=_shown(heads), hint="the number of query heads")
     return partial(_alibi, -8.0 / heads)
 
 
@@ -195,8 +211,10 @@ def softcap(cap: float) -> Mod:
 
     Source: Gemma Team, Gemma 2, 2024, section 2 (after Bello et al., 2016).
     """
-    if not cap > 0:
-        raise OptionError("cap must be positive", given=cap, hint="20 to 50; without a cap, no score_mod at all")
+    if not _is_one(cap) or not cap > 0:
+        raise OptionError(
+            "cap must be a positive number", given=_shown(cap), hint="20 to 50; without a cap, no score_mod at all"
+        )
     return partial(_softcap, float(cap))
 
 

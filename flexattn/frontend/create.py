@@ -66,7 +66,7 @@ def create_block_mask(
         (4, 1, 300, 300)
     """
     mask_function(mask_mod)
-    if mod_kind(mask_mod) != "mask":
+    if mod_kind(mask_mod, "mask") != "mask":
         raise MaskTypeError(
             "create_block_mask requires a mask_mod function (b, h, q_idx, kv_idx)",
             given=function_name(mask_mod),

@@ -68,7 +68,7 @@ def _stacked_mask(
 
 def truth(like: Any, value: bool) -> Any:
     """A constant truth value: a tensor among tensors, as torch's masks return it, a Python bool while a mask is traced."""
-    return like.new_full((), value, dtype=torch.bool) if isinstance(like, Tensor) else value
+    return like.new_full((), value, dtype=torch.bool) if issubclass(type(like), Tensor) else value
 
 
 def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -3,23 +3,23 @@
 A number that reaches a mod through a closure, a default, a partial argument, a global or an attribute is an argument; a literal
 is a constant. Provenance is made visible by running a copy of the function whose cells, defaults and globals hold tagged
 numbers (`IntArg`, `FloatArg`): they compute and compare like the originals and stay tagged under arithmetic, so `1 / cap` is one
-argument too. A plain number that meets a traced value is a constant only if the code itself contains it.
+argument too. Objects are the user's own; a plain number that meets a traced value is a constant only if the running code contains it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from flexattn.errors import TraceError
-from flexattn.frontend.source import user_source
+from flexattn.frontend.bytecode import FloatLiteral, IntLiteral, code_facts, knows_its_integers, last_name, marked
+from flexattn.frontend.source import mod_frames
 
+_MARKS_ALL = knows_its_integers()
 _CONTAINER_LIMIT = 64  # longer lists of numbers are data, not settings; capture a tensor
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
@@ -63,90 +63,6 @@ for _name in ("and", "or", "xor", "lshift", "rshift"):
         setattr(IntArg, _full, _contagious(_full, int))
 
 
-class View:
-    """Stands in for an object inside a mod: its numbers read as tagged, its methods run on the view."""
-
-    def __init__(self, target: Any, tagger: Tagger) -> None:
-        object.__setattr__(self, "_target", target)
-        object.__setattr__(self, "_tagger", tagger)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # so that isinstance and super() see the original
-        return type(object.__getattribute__(self, "_target"))
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "__class__":
-            return type(object.__getattribute__(self, "_target"))
-        target = object.__getattribute__(self, "_target")
-        tagger = object.__getattribute__(self, "_tagger")
-        value = getattr(target, name)
-        if (
-            isinstance(value, types.MethodType)
-            and value.__self__ is target
-            and isinstance(value.__func__, types.FunctionType)
-        ):
-            return types.MethodType(tagger.function(value.__func__), self)
-        return tagger.value(value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        target = object.__getattribute__(self, "_target")
-        return object.__getattribute__(self, "_tagger")._callable(target)(*args, **kwargs)
-
-
-def _through_view(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """What Python looks up on the class (`for x in module`, `parameters[0]`) done on the object itself, its numbers tagged."""
-
-    def call(view: View, *args: Any) -> Any:
-        target = object.__getattribute__(view, "_target")
-        return object.__getattribute__(view, "_tagger").value(operation(target, *args))
-
-    return call
-
-
-for _name in ("getitem", "contains", "eq", "ne"):
-    setattr(View, f"__{_name}__", _through_view(getattr(operator, _name)))
-_BUILTINS: dict[str, Callable[..., Any]] = {"iter": iter, "len": len, "bool": bool, "hash": hash}
-for _name in _BUILTINS:
-    setattr(View, f"__{_name}__", _through_view(_BUILTINS[_name]))
-
-
-class _NoCustomGradient:
-    """Stands in for an autograd.Function, whose own backward a trace could not honour."""
-
-    def __init__(self, function: type) -> None:
-        self.function = function
-
-    def apply(self, *args: Any) -> None:
-        where = user_source()
-        raise TraceError(
-            f"autograd.Function {self.function.__name__} cannot be used in a mod: its backward would be lost",
-            hint="write the function with torch operations; its derivative is derived",
-            where=str(where) if where else None,
-        )
-
-
-@functools.lru_cache(maxsize=4096)
-def code_facts(code: types.CodeType) -> tuple[frozenset[tuple[type, Any]], frozenset[str]]:
-    """(numeric literals, global names) of a code object and those nested in it."""
-    literals: set[tuple[type, Any]] = set()
-    names = set(code.co_names)
-
-    def collect(value: Any) -> None:
-        if type(value) in (int, float):
-            literals.add((type(value), value))
-        elif isinstance(value, (tuple, frozenset)):
-            for item in value:
-                collect(item)
-        elif isinstance(value, types.CodeType):
-            inner, inner_names = code_facts(value)
-            literals.update(inner)
-            names.update(inner_names)
-
-    for item in code.co_consts:
-        collect(item)
-    return frozenset(literals), frozenset(names)
-
-
 class _Globals(dict[str, Any]):
     """A function's globals with some names replaced; everything else is looked up in the original."""
 
@@ -159,81 +75,150 @@ class _Globals(dict[str, Any]):
         return self.base[name]
 
 
+class _AsItIs(Exception):
+    """A function must see the very objects: nothing of it may be a copy."""
+
+
 class Tagger:
-    """Copies a callable so that numbers from outside its code arrive tagged; collects the literals of all code it met."""
+    """Copies a callable so that numbers from outside its code arrive tagged, and its own numbers as literals.
+
+    Objects are never replaced: what an attribute holds is a plain number, an argument unless the code that is running contains it.
+    Where code assigns to names outside it or asks for identities and types, nothing is copied, and all its numbers are plain.
+    """
 
     def __init__(self) -> None:
-        self.literals: set[tuple[type, Any]] = set()
         self._copies: dict[types.FunctionType, types.FunctionType] = {}
+        self._marked: set[types.CodeType] = set()
+        self._containers: dict[int, tuple[Any, Any, Any]] = {}  # the original, its copy, what the copy held first
+        self._arguments: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
-    def is_literal(self, value: int | float) -> bool:
-        return (type(value), value) in self.literals
+    def runnable(self, fn: Any) -> Any:
+        """What to call in place of a mod."""
+        try:
+            return self._entry(fn)
+        except _AsItIs:
+            for known in (self._copies, self._marked, self._containers, self._arguments):
+                known.clear()
+            return fn
+
+    def _entry(self, fn: Any) -> Any:
+        kind = type(fn)
+        if isinstance(fn, torch.nn.Module):
+            return types.MethodType(self.function(kind.forward), fn) if _is_only_its_forward(fn) else fn
+        call = getattr(kind, "__call__", None)  # noqa: B004
+        if isinstance(call, types.FunctionType) and not isinstance(fn, type) and fn.__class__ is kind:
+            return types.MethodType(self.function(call), fn)
+        return self.value(fn)
 
     def value(self, x: Any) -> Any:
-        """`x`, tagged if a number, copied if a function or a small container of such, viewed if a settings object."""
+        """`x`, tagged if a number, copied if a function or a small container of such; any other object as it is."""
         kind = type(x)
         if kind is int or kind is float:
             return tag(x)
         if kind is types.FunctionType:
             return self.function(x)
-        if kind in (tuple, list) and len(x) <= _CONTAINER_LIMIT:
-            items = [self.value(i) for i in x]
-            return x if all(a is b for a, b in zip(items, x)) else kind(items)
-        if kind is dict and len(x) <= _CONTAINER_LIMIT:
-            values = {k: self.value(v) for k, v in x.items()}
-            return x if all(values[k] is v for k, v in x.items()) else values
+        if kind is tuple and len(x) <= _CONTAINER_LIMIT:
+            items = tuple(map(self.value, x))
+            return x if all(a is b for a, b in zip(items, x)) else items
+        if kind in (list, dict) and len(x) <= _CONTAINER_LIMIT:
+            return self._container(x)
         if kind is functools.partial:
             return functools.partial(
                 self.value(x.func), *map(self.value, x.args), **{k: self.value(v) for k, v in x.keywords.items()}
             )
         if kind is types.MethodType and isinstance(x.__func__, types.FunctionType):
-            owner = View(x.__self__, self) if self._is_settings(x.__self__) else x.__self__
-            return types.MethodType(self.function(x.__func__), owner)
-        if isinstance(x, type) and issubclass(x, torch.autograd.Function):
-            return _NoCustomGradient(x)
-        if self._is_settings(x):
-            return View(x, self)
+            return types.MethodType(self.function(x.__func__), x.__self__)
         return x
 
-    @staticmethod
-    def _is_settings(x: Any) -> bool:
-        """A plain Python object whose attributes a mod may read; tensors, modules, classes and library objects are not."""
-        cls = type(x)
-        if isinstance(x, (torch.Tensor, type, types.ModuleType)) or not hasattr(x, "__dict__"):
-            return False
-        if cls.__module__.split(".")[0] in ("flexattn", "torch", "builtins", "numpy") and not isinstance(
-            x, torch.nn.Module
-        ):
-            return getattr(cls, "_flexattn_view", False)
-        return isinstance(x, torch.nn.Module) or not any(
-            hasattr(cls, n) for n in ("__getitem__", "__add__", "__array__")
+    def _container(self, x: Any) -> Any:
+        """A copy of a list or dictionary, whose changes `write_back` brings to the original."""
+        if (known := self._containers.get(id(x))) is not None:
+            return known[1]
+        if isinstance(x, dict):
+            if any(isinstance(k, types.FunctionType) for k in x):
+                raise _AsItIs
+            new: Any = {k: self.value(v) for k, v in x.items()}
+            same = all(new[k] is v for k, v in x.items())
+        else:
+            new = [self.value(v) for v in x]
+            same = all(a is b for a, b in zip(new, x))
+        if same:
+            return x
+        self._containers[id(x)] = (x, new, new.copy())
+        return new
+
+    def write_back(self) -> None:
+        """Brings what a mod wrote into copied containers to the user's own."""
+        for original, copy, first in self._containers.values():
+            if isinstance(copy, dict):
+                if list(copy) != list(first) or any(copy[k] is not first[k] for k in first):
+                    new = {k: original[k] if k in first and first[k] is v else self._plain(v) for k, v in copy.items()}
+                    original.clear()
+                    original.update(new)
+            elif len(copy) != len(first) or any(a is not b for a, b in zip(copy, first)):
+                own = {id(a): b for a, b in zip(first, original)}
+                original[:] = [own.get(id(v)) if id(v) in own else self._plain(v) for v in copy]
+
+    def _plain(self, x: Any) -> Any:
+        if isinstance(x, (IntArg, IntLiteral)):
+            return int(x)
+        if isinstance(x, (FloatArg, FloatLiteral)):
+            return float(x)
+        return next((o for o, c in self._copies.items() if c is x), x) if isinstance(x, types.FunctionType) else x
+
+    # ---------------------------------------------------------------- plain numbers
+    def is_literal(self, value: int | float) -> bool:
+        """Whether code that is running, and is no marked copy, contains a number."""
+        key = (type(value), value)
+        skips_marked = _MARKS_ALL or type(value) is float
+        return any(
+            key in code_facts(f.f_code).literals
+            for f in mod_frames()
+            if not (skips_marked and f.f_code in self._marked)
         )
 
-    def _callable(self, x: Any) -> Any:
-        """A callable object: its __call__ (a module's forward) as a function of a view."""
-        name = "forward" if isinstance(x, torch.nn.Module) else "__call__"
-        method = getattr(type(x), name)
-        return types.MethodType(self.function(method), View(x, self)) if isinstance(method, types.FunctionType) else x
+    def argument(self, value: int | float) -> IntArg | FloatArg:
+        """A plain number as an argument: the same one for the same object read under the same name."""
+        frame = next(mod_frames(), None)
+        place = None if frame is None else (frame.f_code, last_name(frame.f_code, frame.f_lasti))
+        known = self._arguments.get((place, id(value)))
+        if known is None:
+            known = self._arguments[place, id(value)] = (tag(value), value)  # holds the object, and so its id
+        return known[0]  # type: ignore[no-any-return]
 
+    # ---------------------------------------------------------------- functions
     def function(self, fn: types.FunctionType) -> types.FunctionType:
         if (done := self._copies.get(fn)) is not None:
             return done
         module = fn.__module__ or ""
-        if module.split(".")[0] in ("torch", "numpy"):
+        if module.split(".")[0] in ("torch", "numpy") and not module.startswith("torch.nn.attention"):
             return fn
-        literals, names = code_facts(fn.__code__)
-        self.literals.update(literals)
+        facts = code_facts(fn.__code__)
+        if facts.rebinds or facts.asks:
+            raise _AsItIs
         self._copies[fn] = fn  # while its cells are copied: a recursive function keeps calling the original
         replaced = {
-            n: v for n in names if n in fn.__globals__ and (v := self.value(fn.__globals__[n])) is not fn.__globals__[n]
+            n: v
+            for n in facts.names
+            if n in fn.__globals__ and (v := self.value(fn.__globals__[n])) is not fn.__globals__[n]
         }
         closure = fn.__closure__ and tuple(self._cell(c) for c in fn.__closure__)
         space = _Globals(fn.__globals__, replaced) if replaced else fn.__globals__
-        copy = types.FunctionType(fn.__code__, space, fn.__name__, None, closure)
+        code = fn.__code__ if facts.writes else marked(fn.__code__)  # a literal that is stored must stay a plain number
+        if not facts.writes:
+            self._mark(code)
+        copy = types.FunctionType(code, space, fn.__name__, None, closure)
         copy.__defaults__ = fn.__defaults__ and tuple(map(self.value, fn.__defaults__))
         copy.__kwdefaults__ = fn.__kwdefaults__ and {k: self.value(v) for k, v in fn.__kwdefaults__.items()}
+        copy.__dict__ = fn.__dict__
         self._copies[fn] = copy
         return copy
+
+    def _mark(self, code: types.CodeType) -> None:
+        self._marked.add(code)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                self._mark(inner)
 
     def _cell(self, cell: types.CellType) -> types.CellType:
         try:
@@ -242,3 +227,17 @@ class Tagger:
             return cell
         new = self.value(content)
         return cell if new is content else types.CellType(new)
+
+
+def _is_only_its_forward(module: torch.nn.Module) -> bool:
+    """Whether calling a module is calling its forward: no hooks, and nothing replaced."""
+    state = module.__dict__
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return (
+        "forward" not in state
+        and isinstance(type(module).forward, types.FunctionType)
+        and type(module).__call__ is torch.nn.Module.__call__
+        and not any(state.get(h) for h in hooks)
+        and state.get("_compiled_call_impl") is None
+        and not torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )

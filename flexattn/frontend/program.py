@@ -32,6 +32,7 @@ class Program:
         sources: user line of each node, where the trace was asked to remember them; not part of equality.
         name: of the function that was traced; not part of equality.
         where: file and line of that function, for messages; not part of equality.
+        capture_names: what the function calls each captured tensor, '' where that is not known; not part of equality.
 
     Example:
         >>> first, second = (trace(mods.softcap(cap), "score").program for cap in (20.0, 30.0))
@@ -39,7 +40,7 @@ class Program:
         (True, 'num0*tanh(score/num0)')
     """
 
-    __slots__ = ("kind", "body", "captures", "numbers", "sources", "name", "where", "_key", "_hash")
+    __slots__ = ("kind", "body", "captures", "numbers", "sources", "name", "where", "capture_names", "_key", "_hash")
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class Program:
         sources: Mapping[Expr, Source] | None = None,
         name: str = "mod",
         where: Source | None = None,
+        capture_names: tuple[str, ...] = (),
     ) -> None:
         self.kind, self.body, self.captures, self.numbers = kind, body, captures, numbers
-        self.sources, self.name, self.where = sources or {}, name, where
+        self.sources, self.name, self.where, self.capture_names = sources or {}, name, where, capture_names
         self._key = (kind, body, captures, numbers)
         self._hash = hash(self._key)
 
@@ -62,6 +64,11 @@ class Program:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def capture_name(self, slot: int) -> str:
+        """A captured tensor in a message: "captured tensor `table`", or by its number where the function has no name for it."""
+        name = self.capture_names[slot] if slot < len(self.capture_names) else ""
+        return f"captured tensor `{name}`" if name else f"captured tensor {slot}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without its hash, as those of expressions belong to a process, and without its user lines."""

@@ -7,15 +7,32 @@ traced index raises an error with the user's line. The functions known by name a
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flexattn.errors import CaptureIndexError, FlexError, TraceError
-from flexattn.frontend.expr import Expr, NumberRef, Operand, const, convert, load, make, to_text
+from flexattn.errors import CaptureIndexError, FlexError
+from flexattn.frontend.bytecode import FloatLiteral, IntLiteral, called
+from flexattn.frontend.expr import (
+    Expr,
+    NumberRef,
+    Operand,
+    const,
+    convert,
+    is_floating,
+    load,
+    make,
+    promote,
+    to_text,
+)
+from flexattn.frontend.mod_errors import DivisionError, MissingAttributeError, error, unsupported
 from flexattn.frontend.numbers import FloatArg, IntArg, Tagger
-from flexattn.frontend.source import Source, user_source
+from flexattn.frontend.source import Source, is_users, user_source
 
 ROW_LIMIT = 256  # a row is unrolled element by element
 Handler = Callable[..., Any]
@@ -28,23 +45,55 @@ class Trace:
     def __init__(self, tagger: Tagger, remember: bool) -> None:
         self.tagger, self.remember = tagger, remember
         self.captures: list[torch.Tensor] = []
+        self.plain: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # of a subclass by its id, held so that it stays its own
         self.numbers: list[int | float] = []
         self.sources: dict[Expr, Source] = {}
 
     def capture(self, tensor: torch.Tensor) -> int:
         """The slot of a captured tensor, the same for the same object."""
+        tensor = self.readable(tensor)
         for slot, known in enumerate(self.captures):
             if known is tensor:
                 return slot
-        if tensor.is_complex():
-            raise error("a captured tensor must be real", given=tensor.dtype)
         self.captures.append(tensor)
         return len(self.captures) - 1
 
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that kernels can read: of a plain subclass its data, the same object each time."""
+        if (known := self.plain.get(id(tensor))) is not None:
+            return known[1]
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            kind = tensor.layout if tensor.layout is not torch.strided else type(tensor).__name__
+            raise error(
+                "a captured tensor must be dense", given=kind, hint=".to_dense(), or .full_tensor(), outside the mod"
+            )
+        if tensor.dtype not in READABLE:
+            raise error(
+                "a captured tensor must be bool, an integer or a float of 16 to 64 bits",
+                given=tensor.dtype,
+                hint="converting it outside the mod, as in table.float()",
+            )
+        if type(tensor) in _OWN or hasattr(type(tensor), "__torch_dispatch__") and _dispatches(type(tensor)):
+            return tensor
+        self.plain[id(tensor)] = (tensor, tensor.as_subclass(torch.Tensor))
+        return self.plain[id(tensor)][1]
+
     def operand(self, x: Any) -> Operand:
         """A traced value, a number or a captured scalar as an operand of `make`."""
-        if isinstance(x, Proxy):
+        if type(x) is Proxy:
+            if x.trace is not self:
+                raise error(
+                    "a traced value belongs to the call that made it",
+                    given="one of another call or mod, kept in an object or a list",
+                    hint="computing it anew in each call",
+                )
             return x.expr
+        if type(x) is Row:
+            raise error(
+                "a row is no single value", given=f"shape {tuple(x.shape)}", hint="index it, or reduce it by .sum()"
+            )
         if isinstance(x, int) and not -(1 << 63) <= x < 1 << 63:
             raise error("an integer in a mod must fit in 64 bits", given=x, hint="float('inf'), or sys.maxsize")
         if isinstance(x, (IntArg, FloatArg)):
@@ -55,7 +104,7 @@ class Trace:
         if isinstance(x, (bool, int, float)):
             return x
         if isinstance(x, torch.Tensor):
-            return self.scalar(x)
+            return self.scalar(self.readable(x))
         if hasattr(x, "item") and getattr(x, "ndim", None) == 0:  # a numpy scalar
             return self.operand(self.outside(x.item()))
         raise error(
@@ -64,8 +113,13 @@ class Trace:
 
     def outside(self, x: Any) -> Any:
         """A value as it comes from the user's code: a plain number is a constant only if that code contains it."""
-        if type(x) in (int, float) and math.isfinite(x) and not self.tagger.is_literal(x):
-            return IntArg(x) if type(x) is int else FloatArg(x)
+        kind = type(x)
+        if kind is IntLiteral:
+            return int(x)
+        if kind is FloatLiteral:
+            return float(x)
+        if (kind is int or kind is float) and math.isfinite(x) and not self.tagger.is_literal(x):
+            return self.tagger.argument(x)
         return x
 
     def scalar(self, tensor: torch.Tensor) -> Expr:
@@ -99,15 +153,33 @@ class Trace:
         if any(isinstance(a, Row) for a in args):
             return Row.zip(self, op, args)
         try:
-            return self.wrap(make(op, *(self.operand(a) for a in args)))
+            operands = [self.operand(a) for a in args]
+            if op in ("floordiv", "mod"):
+                self.check_divisor(*operands)
+            return self.wrap(make(op, *operands))
         except FlexError as e:
             raise e if e.where else error(e.what, given=e.given, hint=e.hint, cls=type(e)) from None
 
+    def check_divisor(self, x: Operand, divisor: Operand) -> None:
+        """Integers by a number that is 0 are an error, as in torch."""
+        value = self.numbers[divisor.slot] if isinstance(divisor, NumberRef) else divisor
+        if isinstance(value, int) and value == 0 and not is_floating(promote([x, divisor])):
+            raise error("an integer is divided by zero (`//`, `%`)", hint="a divisor of at least 1", cls=DivisionError)
 
-def error(what: str, *, given: object = None, hint: str | None = None, cls: type[FlexError] = TraceError) -> FlexError:
-    """An error that names the user's line."""
-    where = user_source()
-    return cls(what, given=given, hint=hint, where=str(where) if where else None)
+
+READABLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64) + (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+_OWN = (torch.Tensor, torch.nn.Parameter)
+
+
+@lru_cache(maxsize=256)
+def _dispatches(cls: type) -> bool:
+    """Whether a class of tensors has a dispatch of its own, as fake tensors have."""
+    return getattr(cls.__torch_dispatch__, "__func__", None) is not None  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- proxies
@@ -129,10 +201,13 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        handler = FUNCTIONS.get(name)
-        if handler is None:
-            raise unsupported(name)
-        return lambda *args, **kwargs: _from_user(self.trace, handler, (self, *args), kwargs)
+        return _attribute(self, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """torch.Tensor where a mod asks for it by isinstance() or torch.is_tensor(); elsewhere the truth, as torch's own
+        C++ code asks the same way before it reads memory."""
+        return _class_of(self)
 
     dtype = property(lambda self: self.expr.dtype)
     device = property(lambda self: torch.device("cpu"))  # of scalars made inside a mod; they go where the mod runs
@@ -144,14 +219,15 @@ class Proxy:
     T = property(lambda self: self)
 
     def __getitem__(self, index: Any) -> Proxy:
-        if index in ((), ...):
+        if type(index) is tuple and not index or index is ...:
             return self
-        raise error("a traced value is a scalar and cannot be indexed")
+        raise error("a traced value is a scalar and cannot be indexed", hint="the value itself; a mod is of one pair")
 
     def __bool__(self) -> bool:
         raise error(
-            "a mod may not branch on a traced value (`if`, `and`, `or`, `not`, `while`)",
-            hint="torch.where(condition, a, b) instead of `if`, and & | ~ instead of and, or, not",
+            "a mod may not branch on a traced value (`if`, `and`, `or`, `not`, `while`, `max()`, `min()`)",
+            hint="torch.where(condition, a, b) instead of `if`, & | ~ instead of and, or, not, and torch.maximum and "
+            "torch.minimum instead of max() and min()",
         )
 
     def __int__(self) -> int:
@@ -163,10 +239,13 @@ class Proxy:
     __float__ = __index__ = __int__
 
     def __iter__(self) -> Iterator[Any]:
-        raise error("a traced value is a scalar and cannot be iterated")
+        raise error("a traced value is a scalar and cannot be iterated", hint="the value itself; a mod is of one pair")
 
     def __len__(self) -> int:
-        raise error("a traced value is a scalar and has no length")
+        raise error(
+            "a traced value is a scalar and has no length (`len()`, `list()`, `torch.tensor()`)",
+            hint="the value itself, which is a tensor already",
+        )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise error("a mod may not write in place", hint="return a new value, with torch.where")
@@ -177,17 +256,47 @@ class Proxy:
     def __rpow__(self, other: Any) -> Any:
         return _from_user(self.trace, FUNCTIONS["pow"], (other, self), {})
 
+    def __round__(self, digits: Any = None) -> Any:
+        raise error("round() is not for tensors", hint="torch.round(x)")
+
+    def __divmod__(self, other: Any) -> Any:
+        raise error("divmod() is not for tensors", hint="x // y and x % y")
+
+    __rdivmod__ = __divmod__
+
+    def __matmul__(self, other: Any) -> Any:
+        raise error(
+            "a traced value is a scalar and has no product `@`", hint="x * y, or table[q_idx] @ table[kv_idx] of rows"
+        )
+
+    __rmatmul__ = __matmul__
+
     def __repr__(self) -> str:
         return f"Proxy({to_text(self.expr)})"
 
     __hash__ = object.__hash__
 
 
+_VALUES = (int, float, bool, IntArg, FloatArg, IntLiteral, FloatLiteral, torch.Tensor, Proxy, torch.nn.Parameter)
+
+
+def _knows_better(x: Any, operator: str) -> bool:
+    """Whether an object of the user's has an operator of its own for a traced value on its left."""
+    if isinstance(x, (int, float, str, bytes, list, tuple, dict, torch.Tensor, Row)) or hasattr(x, "item"):
+        return False
+    return getattr(type(x), operator, None) is not getattr(object, operator, None)
+
+
 def _install_operators(cls: Any) -> None:
     """Python's operators, which have the names of table operations."""
 
-    def forward(op: str) -> Handler:
-        return lambda self, other: self.trace.call(op, self, self.trace.outside(other))
+    def forward(op: str, back: str = "") -> Handler:
+        def call(self: Any, other: Any) -> Any:
+            if type(other) not in _VALUES and _knows_better(other, back or f"__r{op}__"):
+                return NotImplemented
+            return self.trace.call(op, self, self.trace.outside(other))
+
+        return call
 
     def reflected(op: str) -> Handler:
         return lambda self, other: self.trace.call(op, self.trace.outside(other), self)
@@ -196,8 +305,8 @@ def _install_operators(cls: Any) -> None:
         setattr(cls, f"__{op}__", forward(op))
         setattr(cls, f"__i{op}__", forward(op))
         setattr(cls, f"__r{op}__", reflected(op))
-    for op in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(cls, f"__{op}__", forward(op))
+    for op, back in {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}.items():
+        setattr(cls, f"__{op}__", forward(op, f"__{back}__"))
     cls.__neg__ = lambda self: self.trace.call("neg", self)
     cls.__pos__ = lambda self: self
     cls.__abs__ = lambda self: self.trace.call("abs", self)
@@ -272,9 +381,13 @@ class Row:
         return iter(self.items)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in FUNCTIONS:
-            raise AttributeError(name) if name.startswith("_") else unsupported(name)
-        return lambda *args, **kwargs: _from_user(self.trace, FUNCTIONS[name], (self, *args), kwargs)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _attribute(self, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return _class_of(self)
 
     def __matmul__(self, other: Any) -> Any:
         return FUNCTIONS["dot"](self.trace, self, other)
@@ -312,40 +425,60 @@ _install_operators(Row)
 
 def row_items(trace: Trace, x: Any) -> list[Any] | None:
     """Elements of a row or of a captured 1-D tensor; None for scalars."""
-    if isinstance(x, Row):
+    if type(x) is Row:
         return x.items
-    if isinstance(x, torch.Tensor) and x.ndim == 1 and x.numel() != 1:
+    if type(x) is not Proxy and isinstance(x, torch.Tensor) and x.ndim == 1 and x.numel() != 1:
         return Row(trace, tensor=x).items
     return None
 
 
 # ---------------------------------------------------------------- how torch reaches a proxy
-def unsupported(name: str) -> FlexError:
-    """The error for a function that is not in FUNCTIONS, with what to write instead."""
-    hints = {
-        "item": "keep the value as a tensor: a captured tensor may be used directly",
-        "tolist": "keep the value as a tensor",
-        "rand": "draw random numbers outside the mod and capture them",
-        "randn": "draw random numbers outside the mod and capture them",
-        "rand_like": "draw random numbers outside the mod and capture them",
-        "bernoulli": "draw random numbers outside the mod and capture them",
-        "dropout": "draw the mask outside the mod and capture it",
-        "apply": "write the function with torch operations; its derivative is derived",
-    }
-    hint = hints.get(name.strip("_"))
-    if hint is None and name.endswith("_") and name.rstrip("_") in FUNCTIONS:
-        hint = f"{name.rstrip('_')}, which returns a new value"
-    return error(
-        f"`{name}` is not supported in a mod",
-        hint=hint or "pointwise torch operations, torch.where, and captured tensors indexed by the arguments",
-    )
+def _class_of(x: Any) -> type:
+    """What isinstance is told, which asks whoever is no instance by his type."""
+    frame = sys._getframe(2)
+    if is_users(frame):
+        return torch.Tensor if called(frame.f_code, frame.f_lasti) == "isinstance" else type(x)
+    if frame.f_code is _IS_TENSOR:
+        return torch.Tensor
+    if frame.f_code.co_filename == _FUNCTORCH:
+        outer: Any = frame
+        while outer is not None and outer.f_code is not _APPLY:
+            outer = outer.f_back
+        if outer is not None:
+            raise error(
+                f"autograd.Function {outer.f_locals['cls'].__name__} cannot be used in a mod: its backward would be lost",
+                hint="write the function with torch operations; its derivative is derived",
+            )
+    return type(x)
+
+
+_IS_TENSOR, _APPLY = torch.is_tensor.__code__, torch.autograd.Function.apply.__code__
+_FUNCTORCH = unwrap_dead_wrappers.__code__.co_filename
+
+
+def _attribute(x: Any, name: str) -> Any:
+    """A method of a traced value; one that no mod may call raises when it is called, and what no tensor has is not there."""
+    handler = FUNCTIONS.get(name)
+    if handler is not None:
+        return lambda *args, **kwargs: _from_user(x.trace, handler, (x, *args), kwargs)
+    method = getattr(torch.Tensor, name, None)
+    if callable(method):
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise unsupported(name, FUNCTIONS)
+
+        return refuse
+    if method is not None or hasattr(torch.Tensor, name):
+        raise unsupported(name, FUNCTIONS)
+    hint = "a captured tensor or a closure for what else a mod needs"
+    raise error(f"a tensor has no attribute `{name}`", hint=hint, cls=MissingAttributeError)
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     if name == "__get__":  # a property of a captured tensor never comes here; one of a proxy does
-        raise unsupported(str(getattr(getattr(func, "__self__", None), "__name__", name)))
-    trace = next(x.trace for x in _flat(args, kwargs) if isinstance(x, (Proxy, Row)))
+        raise unsupported(str(getattr(getattr(func, "__self__", None), "__name__", name)), FUNCTIONS)
+    trace = next(x.trace for x in _flat(args, kwargs) if type(x) in (Proxy, Row))
     if name == "__getitem__":
         return _index(trace, args[0], args[1])
     if name.startswith("__r") and name[3:-2] in FUNCTIONS and name not in ("__rshift__",):
@@ -359,7 +492,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     )
     handler = None if inplace else FUNCTIONS.get(name.strip("_"))
     if handler is None:
-        raise unsupported(name)
+        raise unsupported(name, FUNCTIONS)
     if kwargs.pop("out", None) is not None or kwargs.pop("inplace", False):
         raise error("a mod may not write in place", hint="return a new value")
     return _from_user(trace, handler, args, kwargs)
@@ -379,8 +512,9 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 def _index(trace: Trace, tensor: Any, index: Any) -> Any:
     """tensor[index] with traced positions: an element, or a Row when positions are left over."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, (Proxy, Row)):
         raise error("only captured torch tensors can be indexed by traced values", given=type(tensor).__name__)
+    tensor = trace.readable(tensor)
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(p is None for p in parts):
         raise error("None (a new axis) is not supported when indexing a captured tensor in a mod")

@@ -5,14 +5,18 @@ Frames are inspected only when an error is raised or a trace is asked to remembe
 
 from __future__ import annotations
 
+import dis
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SKIP = (_PACKAGE, f"{os.sep}torch{os.sep}")
+_INNER = tuple(f"{_PACKAGE}{folder}{os.sep}" for folder in ("frontend", "codegen", "runtime"))
+_TRACER = os.path.join(_PACKAGE, "frontend", "trace.py")
 
 
 class Source(NamedTuple):
@@ -29,11 +33,40 @@ def user_source() -> Source | None:
     """The innermost frame outside flexattn and torch, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not any(part in name for part in _SKIP[1:]):
-            return Source(name, frame.f_lineno)
+        if is_users(frame):
+            return Source(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame runs neither flexattn's code nor torch's."""
+    name = frame.f_code.co_filename
+    return not name.startswith(_PACKAGE) and _SKIP[1] not in name
+
+
+def tb_position(e: BaseException) -> tuple[FrameType, int]:
+    """The frame in which an error came up, and which instruction it was at."""
+    tb = e.__traceback__
+    assert tb is not None
+    while tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb.tb_frame, tb.tb_lasti
+
+
+def raises(frame: FrameType, position: int) -> bool:
+    """Whether the user's code says `raise` or `assert` there."""
+    return is_users(frame) and dis.opname[frame.f_code.co_code[position]] in ("RAISE_VARARGS", "RERAISE")
+
+
+def mod_frames() -> Iterator[FrameType]:
+    """Frames of a mod that is being traced, the innermost first: the library of mods counts, other files of flexattn do not."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _TRACER:
+        name = frame.f_code.co_filename
+        if not name.startswith(_INNER) and _SKIP[1] not in name:
+            yield frame
+        frame = frame.f_back
 
 
 def function_source(fn: Callable[..., object]) -> Source | None:
@@ -46,3 +79,35 @@ def function_source(fn: Callable[..., object]) -> Source | None:
 def function_name(fn: Callable[..., object]) -> str:
     """A short name of a callable for messages."""
     return getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None) or type(fn).__name__
+
+
+def capture_names(fn: Any, tensors: Sequence[object]) -> tuple[str, ...]:
+    """What a callable calls each of some objects: a name of its closure, its globals, its parameters or its object's attributes."""
+    known = dict(_names(fn))
+    return tuple(known.get(id(t), "") for t in tensors)
+
+
+def _names(fn: Any) -> Iterator[tuple[int, str]]:
+    if isinstance(fn, functools.partial):
+        yield from _names(fn.func)
+        code = getattr(fn.func, "__code__", None)
+        yield from ((id(v), name) for name, v in zip(code.co_varnames if code else (), fn.args))
+        yield from ((id(v), name) for name, v in fn.keywords.items())
+        return
+    owner = getattr(fn, "__self__", None)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        owner, method = fn, getattr(type(fn), "forward", None) or getattr(type(fn), "__call__", None)  # noqa: B004
+        code = getattr(method, "__code__", None)
+    for name in code.co_names if code else ():
+        for space in (getattr(fn, "__globals__", {}), getattr(owner, "__dict__", {})):
+            if name in space:
+                yield id(space[name]), name
+        for part in ("_parameters", "_buffers"):
+            if name in (space := getattr(owner, "__dict__", {}).get(part) or {}):
+                yield id(space[name]), name
+    for name, cell in zip(code.co_freevars if code else (), getattr(fn, "__closure__", None) or ()):
+        try:
+            yield id(cell.cell_contents), name
+        except ValueError:  # bound later
+            continue

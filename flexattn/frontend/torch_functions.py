@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from flexattn.frontend.expr import Expr, const, convert, is_floating, make, promote
-from flexattn.frontend.proxy import FUNCTIONS, Handler, Proxy, Row, Trace, error, row_items
+from flexattn.frontend.mod_errors import error
+from flexattn.frontend.proxy import FUNCTIONS, Handler, Proxy, Row, Trace, row_items
 
 
 def _function(*names: str) -> Callable[[Handler], Handler]:
@@ -138,7 +139,7 @@ def _pow(t: Trace, base: Any, exponent: Any) -> Any:
     """Small constant exponents are multiplications, as in torch; an exponent's value is part of the structure."""
     if isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and isinstance(base, (Proxy, Row)):
         return _constant_power(t, base, exponent)
-    if isinstance(base, (int, float)) and base == 2 and type(base) in (int, float) and not isinstance(exponent, Row):
+    if isinstance(base, (int, float)) and base == 2 and type(base) in (int, float) and type(exponent) is not Row:
         return (
             t.call("exp2", exponent)
             if _is_float(t, exponent) or not isinstance(base, int)
@@ -167,7 +168,7 @@ def _constant_power(t: Trace, x: Any, n: int | float) -> Any:
     }
     if n in special and (not integral or _is_float(t, x)):
         return special[n]()
-    if integral and not isinstance(x, Row) and not _is_float(t, x):
+    if integral and type(x) is not Row and not _is_float(t, x):
         if n < 0:
             raise error("integers to negative powers are not defined", hint="convert to float first")
         return t.call("mul", _constant_power(t, x, 8), _constant_power(t, x, int(n) - 8))
@@ -183,7 +184,7 @@ def _ones_like(t: Trace, x: Any) -> Any:
 def _clamp(t: Trace, x: Any, min: Any = None, max: Any = None, *, min_val: Any = None, max_val: Any = None) -> Any:
     """Integers clamp by minimum and maximum (tight bounds); floats by selection, which has torch's gradient at the limits."""
     low, high = (min if min is not None else min_val), (max if max is not None else max_val)
-    integral = not _is_float(t, x) if not isinstance(x, Row) else False
+    integral = not _is_float(t, x) if type(x) is not Row else False
     if low is not None:
         x = (
             t.call("maximum", x, low)

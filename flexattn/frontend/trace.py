@@ -7,6 +7,7 @@ a mod is ordinary code, so running it on proxies is enough; nothing is parsed, a
 from __future__ import annotations
 
 import inspect
+import math
 import types
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,41 +16,73 @@ from typing import Any
 import torch
 
 import flexattn.frontend.torch_functions  # noqa: F401  registers what a mod may call
-from flexattn.errors import FlexError, MaskTypeError, TraceError
+from flexattn.errors import CallError, FlexError, MaskTypeError, TraceError
 from flexattn.frontend import expr as ex
 from flexattn.frontend.expr import Expr, convert, make, var
+from flexattn.frontend.mod_errors import in_a_mod
 from flexattn.frontend.numbers import Tagger
 from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
 from flexattn.frontend.proxy import Proxy, Row, Trace
 from flexattn.frontend.recall import recall, remember
 from flexattn.frontend.simplify import simplify
-from flexattn.frontend.source import function_name, function_source
+from flexattn.frontend.source import capture_names, function_name, function_source
 
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
-def mod_kind(fn: Callable[..., Any]) -> str:
-    """'score' for five positional parameters, 'mask' for four, as torch decides it.
+def mod_kind(fn: Callable[..., Any], wanted: str | None = None) -> str:
+    """'score' for five positional parameters, 'mask' for four, as torch decides it; what is wanted where any number will do.
+
+    Args:
+        fn: a mod.
+        wanted: "score" or "mask", which a function with `*args` is taken to be.
 
     Raises:
-        MaskTypeError: Any other number of parameters.
+        CallError: What cannot be called.
+        MaskTypeError: Any other number of parameters, or one that can only be given by name.
     """
-    wanted = {5: "score", 4: "mask"}
-    if type(fn) is types.FunctionType and not fn.__dict__ and not fn.__defaults__ and fn.__code__.co_argcount in wanted:
-        return wanted[fn.__code__.co_argcount]  # a plain function, without the cost of inspect
-    parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    kinds = {5: "score", 4: "mask"}
+    if type(fn) is types.FunctionType and not fn.__dict__ and not fn.__defaults__ and not fn.__kwdefaults__:
+        code = fn.__code__
+        if code.co_argcount in kinds and not code.co_flags & inspect.CO_VARARGS and not code.co_kwonlyargcount:
+            return kinds[code.co_argcount]  # a plain function, without the cost of inspect
+    if not callable(fn):
+        raise CallError(
+            "a mod must be callable", given=type(fn).__name__, hint="lambda b, h, q_idx, kv_idx: q_idx >= kv_idx"
+        )
+    parameters = _parameters(fn)
+    if parameters is None:
+        return wanted or "mask"
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     required = sum(p.default is p.empty for p in positional)
+    most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
+    if named:
+        raise MaskTypeError(
+            "a mod is called with positions only",
+            given=f"{function_name(fn)}, of which {', '.join(named)} must be given by name",
+            hint="the parameter before the `*`, a default, or functools.partial",
+        )
+    if wanted is not None and most == math.inf and required <= {"score": 5, "mask": 4}[wanted]:
+        return wanted
     for count in (required, len(positional)):
-        if count in wanted:
-            return wanted[count]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters) and required <= 4:
-        return "mask"
+        if count in kinds:
+            return kinds[count]
+    if most == math.inf and required <= 5:
+        return "mask" if required <= 4 else "score"
     raise MaskTypeError(
         "a mod takes (score, b, h, q_idx, kv_idx) or (b, h, q_idx, kv_idx)",
         given=f"{function_name(fn)} with {required} positional parameters",
         hint="functools.partial, or a closure, for what else it needs",
     )
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Parameters of a callable; None for a builtin that does not tell."""
+    try:
+        return list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
+    except ValueError:
+        return None
 
 
 def trace(
@@ -82,7 +115,7 @@ def trace(
     arguments = [Proxy(var(n), state) for n in _INDICES]
     if kind == "score":
         arguments.insert(0, Proxy(var("score", score_dtype), state))
-    run = tagger.value(fn)
+    run = tagger.runnable(fn)
     try:
         result = run(*arguments)
     except RecursionError:
@@ -91,6 +124,12 @@ def trace(
         if e.where is None and (where := function_source(fn)):
             raise type(e)(e.what, given=e.given, hint=e.hint, where=str(where)) from None
         raise
+    except Exception as e:
+        if (explained := in_a_mod(e, (Proxy, Row))) is None:
+            raise
+        raise explained from e
+    finally:
+        tagger.write_back()
     body = simplify(_result(fn, kind, state, result, score_dtype))
     traced = _pack(fn, kind, body, state)
     if not sources:
@@ -103,7 +142,8 @@ def _result(fn: Callable[..., Any], kind: str, state: Trace, result: Any, score_
     if isinstance(result, Row) and len(result.shape) == 1 and len(result) == 1:
         result = result.items[0]
     if (
-        not isinstance(result, (Proxy, bool, int, float, torch.Tensor))
+        type(result) is not Proxy
+        and not isinstance(result, (bool, int, float, torch.Tensor))
         or isinstance(result, torch.Tensor)
         and result.numel() != 1
     ):
@@ -141,7 +181,8 @@ def _pack(fn: Callable[..., Any], kind: str, body: Expr, state: Trace) -> Traced
     sources = {moved[n]: s for n, s in state.sources.items() if n in moved}
     kinds = tuple("int" if isinstance(v, int) else "float" for v in plain)
     name, where = function_name(fn), function_source(fn)
-    program = Program(kind, body, info, kinds, sources=sources, name=name, where=where)
+    names = capture_names(fn, tensors) if tensors else ()
+    program = Program(kind, body, info, kinds, sources=sources, name=name, where=where, capture_names=names)
     return Traced(program, Binding(tensors, plain))
 
 

@@ -210,7 +210,7 @@ def _trace_score(score_mod: Callable[..., Any] | None, query: Tensor) -> Traced 
 def _check_kind(mod: Any, kind: str, form: str) -> None:
     if not callable(mod):
         raise CallError(f"{kind}_mod must be callable", given=type(mod).__name__, hint=form)
-    if (found := mod_kind(mod)) != kind:
+    if (found := mod_kind(mod, kind)) != kind:
         raise MaskTypeError(
             f"{kind}_mod must have the form {form}", given=f"a {found}_mod", hint=f"passing it as {found}_mod="
         )

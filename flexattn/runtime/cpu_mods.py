@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import CaptureIndexError
-from flexattn.frontend.expr import DEP_B, DEP_H, Expr, fold, topological
+from flexattn.frontend.expr import DEP_B, DEP_H, Expr, fold, to_text, topological
 from flexattn.frontend.gradient import score_gradient
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.program import Traced
@@ -134,8 +134,8 @@ class _Reads:
             if bool((outside & kept).any()):
                 slot = load.attr[0]
                 raise CaptureIndexError(
-                    f"captured tensor {slot} is read out of range at a kept position in `{traced.program}`",
-                    given=f"sizes {tuple(traced.binding.captures[slot].shape)}",
+                    f"{traced.program.capture_name(slot)} is read out of range at a kept position in `{traced.program}`",
+                    given=f"index [{', '.join(map(to_text, load.args))}] for sizes {tuple(traced.binding.captures[slot].shape)}",
                     hint="mask those positions, clamp the index, or make the tensor longer",
                     where=_where(traced, load),
                 )

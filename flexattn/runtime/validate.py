@@ -228,7 +228,8 @@ def place_captures(traced: Traced, device: torch.device, name: str) -> tuple[Ten
             if capture.dim() or capture.device.type != "cpu":
                 raise DeviceError(
                     f"tensors captured by {name} must be on query's device",
-                    given=f"capture {slot} of shape {tuple(capture.shape)} on {capture.device}, query on {device}",
+                    given=f"{traced.program.capture_name(slot)} of shape {tuple(capture.shape)} on {capture.device}, query "
+                    f"on {device}",
                     hint=f"moving it with .to({str(device)!r})",
                 )
             capture = capture.to(device, non_blocking=True)

@@ -187,7 +187,8 @@ def test_tensors_without_data_are_refused():
 def test_captured_tensor_on_another_device():
     bias = torch.zeros(16, device="meta")
     with pytest.raises(
-        RuntimeError, match=r"captured by score_mod must be on query's device; got capture 0 of shape \(16,\) on meta"
+        RuntimeError,
+        match=r"captured by score_mod must be on query's device; got captured tensor `bias` of shape \(16,\) on meta",
     ):
         flex_attention(*qkv(), score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx])
 
