@@ -6,22 +6,23 @@ looking at every pair, and compiles one kernel per structure of a mod. Importing
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from flexattn import errors, mods
+from flexattn import errors
 from flexattn.frontend.block_mask import BlockMask
-from flexattn.frontend.check import MaskCheck, check
 from flexattn.frontend.create import create_block_mask, create_mask
 from flexattn.frontend.mask_functions import and_masks, noop_mask, or_masks
-from flexattn.frontend.stack import stack_masks
 from flexattn.runtime.attention import AuxOutput, AuxRequest, flex_attention
-from flexattn.runtime.merge import merge_states
 from flexattn.runtime.settings import FlexPerformanceWarning
 from flexattn.runtime.stats import reset_stats, stats
 
 if TYPE_CHECKING:
-    from flexattn import ordering
+    from flexattn import mods, ordering
+    from flexattn.frontend.check import MaskCheck, check
+    from flexattn.frontend.stack import stack_masks
     from flexattn.runtime.explain import explain
+    from flexattn.runtime.merge import merge_states
 
 __version__ = "0.1.0"
 
@@ -50,16 +51,25 @@ __all__ = [
 ]
 
 
+# What not every program needs is imported when it is first asked for: names, and modules (None).
+_LATER = {
+    "MaskCheck": "flexattn.frontend.check",
+    "check": "flexattn.frontend.check",
+    "explain": "flexattn.runtime.explain",
+    "merge_states": "flexattn.runtime.merge",
+    "mods": None,
+    "ordering": None,
+    "stack_masks": "flexattn.frontend.stack",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "explain":  # imported when asked for: it reads code generation, which a call on the CPU does not need
-        from flexattn.runtime.explain import explain
-
-        return explain
-    if name == "ordering":  # few masks are of images
-        import importlib
-
-        return importlib.import_module("flexattn.ordering")
-    raise AttributeError(f"module 'flexattn' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'flexattn' has no attribute {name!r}")
+    home = _LATER[name]
+    module = importlib.import_module(home or f"flexattn.{name}")
+    found = globals()[name] = getattr(module, name) if home else module
+    return found
 
 
 def __dir__() -> list[str]:

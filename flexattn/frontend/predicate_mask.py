@@ -11,7 +11,7 @@ import functools
 import itertools
 import pickle
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,11 +37,13 @@ from flexattn.frontend.mask_functions import (
     xor_masks,
 )
 from flexattn.frontend.program import Binding, Traced
-from flexattn.frontend.row import RowFinder, repeated, whole_row
 from flexattn.frontend.slices import Slice
 from flexattn.frontend.spans import Grid, Spans
 from flexattn.frontend.tile_map import TileMap, build_tile_map
 from flexattn.frontend.trace import trace
+
+if TYPE_CHECKING:
+    from flexattn.frontend.row import RowFinder
 
 
 class PredicateMask:
@@ -133,6 +135,8 @@ class PredicateMask:
 
     def row(self, position: int) -> Spans:
         """The kept keys of one query as runs of tokens, a line for each of batch * heads."""
+        from flexattn.frontend.row import RowFinder, repeated, whole_row
+
         self.check_current()
         position = integer(position, "position", hint="a query's number; one call for each of several")
         (batch, heads), (q_len, kv_len), shared = self.sizes, self.lengths, self.shared_sizes
