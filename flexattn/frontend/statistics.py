@@ -221,11 +221,10 @@ def _kept(tiles: TileMap, formula: ClosedForm | None, most_counted: int) -> Kept
 
 
 def _by_formula(tiles: TileMap, formula: ClosedForm | None, most_ends: int) -> int | None:
-    """The number by the formula of all rows, or else by those of each head and batch entry; None if there are none."""
+    """The number by the formula of all rows, or else by those of each head and batch entry; None if both would take long."""
     device = tiles.full.start.device
-    if formula is not None:
-        ends = len(formula.runs) * tiles.grid.groups * tiles.q_len
-        return formula.count(tiles.grid, device) if ends <= most_ends else None
+    if formula is not None and len(formula.runs) * tiles.grid.groups * tiles.q_len <= most_ends:
+        return formula.count(tiles.grid, device)
     if tiles.traced is None or "listed" in tiles.decided:
         return None
     return count_by_group(tiles.traced, tiles.grid, device, most_ends=most_ends)

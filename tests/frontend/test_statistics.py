@@ -206,5 +206,9 @@ def test_each_mask_of_a_stack_is_counted_by_its_own_formula() -> None:
             assert stack._closed_form() is None or len(masks) == 3
             found = stack.statistics(most_counted=10**5)
             assert (found.source, found.kept_pairs[0]) == ("formula", int(stack.to_mask().sum()))
+    few = stack_masks(made[:9], dim="heads")  # has one formula of nine runs, of which each head needs one
+    assert few._closed_form() is not None
+    found = few.statistics(most_counted=9 * 300)
+    assert (found.source, found.kept_pairs[0]) == ("formula", int(few.to_mask().sum()))
     odd = stack_masks(made, dim="heads")
     assert odd.statistics().kept_pairs[0] == int(odd.to_mask().sum())
