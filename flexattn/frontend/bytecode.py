@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 _WRITES_NAMES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _WRITES_CELLS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
 _WRITES_OBJECTS = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"})
-_OTHER_EFFECTS = frozenset(
-    {"IMPORT_NAME", "LOAD_BUILD_CLASS", "YIELD_VALUE", "BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL"}
-)
+_OTHER_EFFECTS = frozenset({"IMPORT_NAME", "LOAD_BUILD_CLASS", "BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL"})
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _LOADS = frozenset(
     {
@@ -156,7 +154,7 @@ def last_name(code: types.CodeType, position: int) -> str | None:
 def called(code: types.CodeType, position: int) -> str | None:
     """The global name of the function that a call instruction calls; None for other instructions and callees."""
     steps = list(dis.get_instructions(code))
-    at = next((i for i, s in enumerate(steps) if s.offset == position), None)
+    at = next((i for i in reversed(range(len(steps))) if steps[i].offset <= position), None)
     if at is None or not steps[at].opname.startswith("CALL"):
         return None
     start = _start(steps[at])

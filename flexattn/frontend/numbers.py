@@ -194,12 +194,13 @@ class Tagger:
         if module.split(".")[0] in ("torch", "numpy") and not module.startswith("torch.nn.attention"):
             return fn
         facts = code_facts(fn.__code__)
-        if facts.rebinds or facts.asks:
+        own = module.startswith("flexattn.")  # the mods of the library, which ask for nothing
+        if not own and (facts.rebinds or facts.asks):
             raise _AsItIs
         self._copies[fn] = fn  # while its cells are copied: a recursive function keeps calling the original
         replaced = {
             n: v
-            for n in facts.names
+            for n in (() if own else facts.globals)
             if n in fn.__globals__ and (v := self.value(fn.__globals__[n])) is not fn.__globals__[n]
         }
         closure = fn.__closure__ and tuple(self._cell(c) for c in fn.__closure__)

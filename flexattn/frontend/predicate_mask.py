@@ -110,7 +110,7 @@ class PredicateMask:
         shape = tuple(self.traced.binding.captures[slot].shape)
         raise StaleMaskError(
             f"a tensor captured by mask_mod {self.traced.program.name} has changed since the BlockMask was created",
-            given=f"captured tensor {slot} of shape {shape}, {how}",
+            given=f"{self.traced.program.capture_name(slot)} of shape {shape}, {how}",
             hint="create_block_mask again, or pass mask_mod= to flex_attention, which rebuilds the mask",
         )
 

@@ -212,9 +212,10 @@ def _lost(program: Program, shapes: tuple[torch.Size, ...]) -> Program | None:
 def raise_misread(traced: Traced, grid: Grid) -> NoReturn:
     """Says that a kept pair reads a captured tensor out of range."""
     program, binding = traced
+    shapes = ", ".join(f"{program.capture_name(n)} of shape {tuple(t.shape)}" for n, t in enumerate(binding.captures))
     raise CaptureIndexError(
         f"mask_mod {program.name} keeps a pair for which it reads a captured tensor out of range",
-        given=f"captured shapes {[tuple(t.shape) for t in binding.captures]} for {grid.q_len} queries and {grid.kv_len} keys",
+        given=f"{shapes} for {grid.q_len} queries and {grid.kv_len} keys",
         hint="captured tensors as long as the sequence, or a condition that drops such pairs",
         where=str(program.where) if program.where else None,
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,46 @@ def test_in_doubt_it_is_run_again(name: str, runs: list[Any]) -> None:
     for count in (1, 2):
         trace(DOUBTFUL[name], "mask")
         assert len(runs) == count
+
+
+FACTOR = 2.0
+IMPURE = {
+    "grad mode": lambda s, b, h, q, k: s * (2.0 if torch.is_grad_enabled() else 1.0),
+    "autocast": lambda s, b, h, q, k: s * (2.0 if torch.is_autocast_enabled("cpu") else 1.0),
+    "backends": lambda s, b, h, q, k: s * (2.0 if torch.backends.mkldnn.enabled else 1.0),
+    "globals": lambda s, b, h, q, k: s * globals()["FACTOR"],
+    "eval": lambda s, b, h, q, k: s * eval("FACTOR"),
+    "file": lambda s, b, h, q, k: s * float(open(FILE[0]).read()),  # noqa: SIM115
+    "random": lambda s, b, h, q, k: s * torch.rand(()),
+}
+FILE = [__file__]
+
+
+@pytest.mark.parametrize("name", IMPURE)
+def test_what_calls_more_than_pure_functions_is_run_again(
+    name: str, runs: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "factor").write_text("3.5")
+    monkeypatch.setattr(sys.modules[__name__], "FILE", [str(tmp_path / "factor")])
+    for count in (1, 2):
+        trace(IMPURE[name], "score")
+        assert len(runs) == count
+
+
+def test_a_global_that_is_read_by_name_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("globals", "eval"):
+        assert trace(IMPURE[name], "score").binding.numbers == (2.0,)
+        monkeypatch.setitem(globals(), "FACTOR", 5.0)
+        assert trace(IMPURE[name], "score").binding.numbers == (5.0,)
+        monkeypatch.setitem(globals(), "FACTOR", 2.0)
+
+
+def test_a_branch_on_contents_follows_them(runs: list[Any]) -> None:
+    table = torch.ones(4)
+    mod = lambda s, b, h, q, k: s * table[h] if table[0] > 0 else s
+    assert "cap0" in str(trace(mod, "score").program)
+    table.neg_()
+    assert str(trace(mod, "score").program) == "score" and len(runs) == 2
 
 
 def test_a_function_that_is_gone_takes_its_tensors_along() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flexattn.errors import CaptureIndexError, FlexError, MaskTypeError, TraceError
+from flexattn.errors import CallError, CaptureIndexError, FlexError, MaskTypeError, TraceError
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.trace import mod_kind, trace
 
@@ -336,6 +336,35 @@ def test_mod_kind_counts_parameters():
     assert mod_kind(functools.partial(lambda w, b, h, q, k: q, 3)) == "mask"
     with pytest.raises(AssertionError, match="3"):
         mod_kind(lambda a, b, c: a)
+
+
+def test_a_variadic_mod_is_what_the_caller_passes_it_as():
+    def decorated(f):
+        return lambda *a: f(*a)
+
+    mod = decorated(lambda s, b, h, q, k: s * 2)
+    assert mod_kind(mod, "score") == "score" and mod_kind(mod, "mask") == "mask"
+    assert mod_kind(lambda s, *rest: s, "score") == "score"
+    assert mod_kind(lambda s, b, h, q, k, *rest: s) == "score"
+    with pytest.raises(MaskTypeError, match="j must be given by name"):
+        mod_kind(lambda s, b, h, i, *, j: s, "score")
+    with pytest.raises(CallError, match="callable; got NoneType"):
+        mod_kind(None)
+
+
+def test_captured_tensors_have_the_names_of_the_code():
+    table, module = torch.rand(4), Module()
+    for mod, name in (
+        (lambda s, b, h, q, k: s * table[h], "table"),
+        (lambda s, b, h, q, k: s * GLOBAL_TABLE[h], "GLOBAL_TABLE"),
+        (functools.partial(lambda own, s, b, h, q, k: s * own[h], table), "own"),
+        (module, "bias"),
+    ):
+        assert trace(mod, "score").program.capture_name(0) == f"captured tensor `{name}`"
+    assert trace(lambda s, b, h, q, k: s * (table * 2)[h], "score").program.capture_name(0) == "captured tensor 0"
+
+
+GLOBAL_TABLE = torch.rand(4)
 
 
 def test_sources_join_nodes_to_lines():

@@ -416,3 +416,13 @@ def test_float64_on_a_gpu_is_announced_and_right():
     with pytest.warns(flexattn.FlexPerformanceWarning, match="float64 has no kernel"):
         out = flex_attention(q, k, v, mask_mod=CAUSAL)
     close(out, oracle(q, k, v, CAUSAL)[0], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, hint", [("mask", "mask_mod="), ("blockmask", "block_mask="), ("score_modd", "score_mod=")]
+)
+def test_a_misspelt_argument_says_what_is_meant(name: str, hint: str) -> None:
+    x = torch.ones(1, 1, 4, 8)
+    with pytest.raises(TypeError, match=f"no argument '{name}'") as caught:
+        flexattn.flex_attention(x, x, x, **{name: lambda *a: a[0]})
+    assert hint in str(caught.value)
