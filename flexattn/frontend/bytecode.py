@@ -9,7 +9,11 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+R = TypeVar("R")
+_KEPT = 4096
 
 _WRITES_NAMES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _WRITES_CELLS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
@@ -33,6 +37,22 @@ _ASKING = frozenset(
     {"type", "id", "globals", "locals", "vars", "eval", "exec", "setattr", "delattr", "__class__", "__globals__"}
 )
 _SMALL = "LOAD_SMALL_INT"
+
+
+def once(read: Callable[[types.CodeType], R]) -> Callable[[types.CodeType], R]:
+    """What is read of a code object, kept by its identity: hashing code costs as much as running it."""
+    known: dict[int, tuple[types.CodeType, R]] = {}
+
+    @functools.wraps(read)
+    def call(code: types.CodeType) -> R:
+        found = known.get(id(code))
+        if found is None:
+            if len(known) >= _KEPT:
+                known.clear()
+            found = known[id(code)] = (code, read(code))  # holds the code, and so its id
+        return found[1]
+
+    return call
 
 
 class IntLiteral(int):
@@ -67,7 +87,7 @@ class CodeFacts(NamedTuple):
     branches: bool
 
 
-@functools.lru_cache(maxsize=4096)
+@once
 def code_facts(code: types.CodeType) -> CodeFacts:
     """The facts of a code object."""
     inner = [code_facts(c) for c in code.co_consts if isinstance(c, types.CodeType)]
@@ -111,7 +131,7 @@ def _numbers(value: Any) -> list[tuple[type, Any]]:
     return [n for item in value for n in _numbers(item)] if isinstance(value, (tuple, frozenset)) else []
 
 
-@functools.lru_cache(maxsize=4096)
+@once
 def marked(code: types.CodeType) -> types.CodeType:
     """The same code with its numbers as IntLiteral and FloatLiteral, so that they are known wherever they turn up."""
     consts = tuple(_marked(c) for c in code.co_consts)
@@ -134,7 +154,7 @@ def knows_its_integers() -> bool:
     return _SMALL not in dis.opmap
 
 
-@functools.lru_cache(maxsize=4096)
+@once
 def _loads(code: types.CodeType) -> tuple[tuple[int, str], ...]:
     steps = (s for s in dis.get_instructions(code) if s.opname in _LOADS)
     return tuple((s.offset, s.argval[-1] if isinstance(s.argval, tuple) else str(s.argval)) for s in steps)

@@ -88,7 +88,7 @@ class Tagger:
 
     def __init__(self) -> None:
         self._copies: dict[types.FunctionType, types.FunctionType] = {}
-        self._marked: set[types.CodeType] = set()
+        self._marked: set[int] = set()  # ids of code that the copies hold
         self._containers: dict[int, tuple[Any, Any, Any]] = {}  # the original, its copy, what the copy held first
         self._arguments: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -174,7 +174,7 @@ class Tagger:
         return any(
             key in code_facts(f.f_code).literals
             for f in mod_frames()
-            if not (skips_marked and f.f_code in self._marked)
+            if not (skips_marked and id(f.f_code) in self._marked)
         )
 
     def argument(self, value: int | float) -> IntArg | FloatArg:
@@ -193,7 +193,7 @@ class Tagger:
         module = fn.__module__ or ""
         if module.split(".")[0] in ("torch", "numpy") and not module.startswith("torch.nn.attention"):
             return fn
-        facts = code_facts(fn.__code__)
+        facts, changed = code_facts(fn.__code__), marked(fn.__code__)
         own = module.startswith("flexattn.")  # the mods of the library, which ask for nothing
         if not own and (facts.rebinds or facts.asks):
             raise _AsItIs
@@ -205,7 +205,7 @@ class Tagger:
         }
         closure = fn.__closure__ and tuple(self._cell(c) for c in fn.__closure__)
         space = _Globals(fn.__globals__, replaced) if replaced else fn.__globals__
-        code = fn.__code__ if facts.writes else marked(fn.__code__)  # a literal that is stored must stay a plain number
+        code = fn.__code__ if facts.writes else changed  # a literal that is stored must stay a plain number
         if not facts.writes:
             self._mark(code)
         copy = types.FunctionType(code, space, fn.__name__, None, closure)
@@ -216,7 +216,7 @@ class Tagger:
         return copy
 
     def _mark(self, code: types.CodeType) -> None:
-        self._marked.add(code)
+        self._marked.add(id(code))
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 self._mark(inner)

@@ -53,15 +53,19 @@ class Trace:
 
     def capture(self, tensor: torch.Tensor) -> int:
         """The slot of a captured tensor, the same for the same object."""
-        tensor = self.readable(tensor)
+        if type(tensor) not in _OWN:
+            tensor = self.readable(tensor)
         for slot, known in enumerate(self.captures):
             if known is tensor:
                 return slot
-        self.captures.append(tensor)
+        self.captures.append(self.readable(tensor))
         return len(self.captures) - 1
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that kernels can read: of a plain subclass its data, the same object each time."""
+        own = type(tensor) in _OWN
+        if own and tensor.dtype in READABLE and tensor.layout is torch.strided:
+            return tensor
         if (known := self.plain.get(id(tensor))) is not None:
             return known[1]
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
@@ -75,7 +79,7 @@ class Trace:
                 given=tensor.dtype,
                 hint="converting it outside the mod, as in table.float()",
             )
-        if type(tensor) in _OWN or hasattr(type(tensor), "__torch_dispatch__") and _dispatches(type(tensor)):
+        if own or hasattr(type(tensor), "__torch_dispatch__") and _dispatches(type(tensor)):
             return tensor
         self.plain[id(tensor)] = (tensor, tensor.as_subclass(torch.Tensor))
         return self.plain[id(tensor)][1]
@@ -150,7 +154,7 @@ class Trace:
 
     def call(self, op: str, *args: Any) -> Any:
         """Apply a table operation to proxies, numbers and scalars; rows apply elementwise."""
-        if any(isinstance(a, Row) for a in args):
+        if any(type(a) is Row for a in args):
             return Row.zip(self, op, args)
         try:
             operands = [self.operand(a) for a in args]
@@ -504,7 +508,7 @@ def _from_user(trace: Trace, handler: Any, args: Sequence[Any], kwargs: Mapping[
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     for x in (*args, *kwargs.values()):
-        if isinstance(x, (tuple, list)):
+        if type(x) is not Proxy and isinstance(x, (tuple, list)):
             yield from _flat(x, {})
         else:
             yield x
@@ -512,10 +516,11 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
 
 def _index(trace: Trace, tensor: Any, index: Any) -> Any:
     """tensor[index] with traced positions: an element, or a Row when positions are left over."""
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, (Proxy, Row)):
+    if not issubclass(type(tensor), torch.Tensor):
         raise error("only captured torch tensors can be indexed by traced values", given=type(tensor).__name__)
-    tensor = trace.readable(tensor)
-    parts = list(index) if isinstance(index, tuple) else [index]
+    if type(tensor) not in _OWN or tensor.layout is not torch.strided:
+        tensor = trace.readable(tensor)
+    parts = list(index) if type(index) is not Proxy and isinstance(index, tuple) else [index]
     if any(p is None for p in parts):
         raise error("None (a new axis) is not supported when indexing a captured tensor in a mod")
     if any(p is ... for p in parts):
@@ -527,7 +532,7 @@ def _index(trace: Trace, tensor: Any, index: Any) -> Any:
             given=f"{len(parts)} for shape {tuple(tensor.shape)}",
             cls=CaptureIndexError,
         )
-    if any(isinstance(p, slice) for p in parts):
+    if any(type(p) is slice for p in parts):
         tensor, parts = _slice(tensor, parts)
     where = tuple(_position(trace, p) for p in parts)
     if len(where) < tensor.ndim:

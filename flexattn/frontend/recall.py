@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import types
 from collections.abc import Hashable
-from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
-from flexattn.frontend.bytecode import code_facts
+from flexattn.frontend.bytecode import code_facts, once
 from flexattn.frontend.program import Traced
 from flexattn.frontend.proxy import FUNCTIONS
 
@@ -61,7 +60,7 @@ class _Met(NamedTuple):
 _KNOWN: WeakKeyDictionary[types.FunctionType, dict[Hashable, _Memory]] = WeakKeyDictionary()
 
 
-@lru_cache(maxsize=4096)
+@once
 def _is_pure(code: types.CodeType) -> bool:
     """Whether all that a code names, apart from its globals, is known to follow from its arguments alone."""
     facts = code_facts(code)

@@ -9,6 +9,7 @@ import dis
 import functools
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SKIP = (_PACKAGE, f"{os.sep}torch{os.sep}")
 _INNER = tuple(f"{_PACKAGE}{folder}{os.sep}" for folder in ("frontend", "codegen", "runtime"))
 _TRACER = os.path.join(_PACKAGE, "frontend", "trace.py")
+
+_USERS: dict[str, bool] = {}  # by file
 
 
 class Source(NamedTuple):
@@ -42,7 +45,10 @@ def user_source() -> Source | None:
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs neither flexattn's code nor torch's."""
     name = frame.f_code.co_filename
-    return not name.startswith(_PACKAGE) and _SKIP[1] not in name
+    known = _USERS.get(name)
+    if known is None:
+        known = _USERS[name] = not name.startswith(_PACKAGE) and _SKIP[1] not in name
+    return known
 
 
 def tb_position(e: BaseException) -> tuple[FrameType, int]:
@@ -94,19 +100,17 @@ def _names(fn: Any) -> Iterator[tuple[int, str]]:
         yield from ((id(v), name) for name, v in zip(code.co_varnames if code else (), fn.args))
         yield from ((id(v), name) for name, v in fn.keywords.items())
         return
-    owner = getattr(fn, "__self__", None)
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        owner, method = fn, getattr(type(fn), "forward", None) or getattr(type(fn), "__call__", None)  # noqa: B004
-        code = getattr(method, "__code__", None)
-    for name in code.co_names if code else ():
-        for space in (getattr(fn, "__globals__", {}), getattr(owner, "__dict__", {})):
-            if name in space:
-                yield id(space[name]), name
-        for part in ("_parameters", "_buffers"):
-            if name in (space := getattr(owner, "__dict__", {}).get(part) or {}):
-                yield id(space[name]), name
-    for name, cell in zip(code.co_freevars if code else (), getattr(fn, "__closure__", None) or ()):
+    owner: Any = None
+    if isinstance(fn, types.MethodType):
+        owner, fn = fn.__self__, fn.__func__
+    elif not isinstance(fn, types.FunctionType):
+        owner, fn = fn, getattr(type(fn), "forward", None) or getattr(type(fn), "__call__", None)  # noqa: B004
+    if not isinstance(fn, types.FunctionType):
+        return
+    code, own = fn.__code__, getattr(owner, "__dict__", {})
+    spaces = [space for space in (fn.__globals__, own, own.get("_parameters"), own.get("_buffers")) if space]
+    yield from ((id(space[name]), name) for name in code.co_names for space in spaces if name in space)
+    for name, cell in zip(code.co_freevars, fn.__closure__ or ()):
         try:
             yield id(cell.cell_contents), name
         except ValueError:  # bound later

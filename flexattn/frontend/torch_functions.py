@@ -137,7 +137,7 @@ def _square(t: Trace, x: Any) -> Any:
 @_function("pow", "float_power")
 def _pow(t: Trace, base: Any, exponent: Any) -> Any:
     """Small constant exponents are multiplications, as in torch; an exponent's value is part of the structure."""
-    if isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and isinstance(base, (Proxy, Row)):
+    if issubclass(type(exponent), (int, float)) and type(exponent) is not bool and isinstance(base, (Proxy, Row)):
         return _constant_power(t, base, exponent)
     if isinstance(base, (int, float)) and base == 2 and type(base) in (int, float) and type(exponent) is not Row:
         return (
@@ -320,7 +320,7 @@ def _full_like_scalar(t: Trace, x: Any, fill_value: Any, *, dtype: Any = None, d
 
 
 def _cast(t: Trace, x: Any, dtype: torch.dtype) -> Any:
-    if isinstance(x, Row):
+    if type(x) is Row:
         return Row(t, [_cast(t, i, dtype) for i in x.items])
     if dtype.is_complex:
         raise error("complex numbers are not supported in a mod")
@@ -434,7 +434,7 @@ def _threshold(t: Trace, x: Any, threshold: Any, value: Any) -> Any:
 
 # ---------------------------------------------------------------- reductions of a short row
 def _row(t: Trace, x: Any) -> Row:
-    if isinstance(x, Row):
+    if type(x) is Row:
         return x
     items = row_items(t, x)
     if items is None:
