@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from flexattn.frontend.arguments import device_of
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import Expr, convert, fold, intern, load, rebuild, topological
 from flexattn.frontend.mask_functions import noop_mask
+from flexattn.frontend.numbers import tag
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.predicate_mask import PredicateMask
 from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
@@ -48,12 +49,14 @@ def write(path: str | os.PathLike[str], mask: PredicateMask, style: Sequence[boo
             "name": program.name,
             "where": None if program.where is None else tuple(program.where),
         }
-    torch.save(content | {"checksum": _checksum(content)}, path)
+    whole = content | {"checksum": _checksum(content)}
+    with _opened(path, "wb") as file:
+        torch.save(whole, file)
 
 
 def read(path: str | os.PathLike[str], device: torch.device | str | None) -> tuple[PredicateMask, tuple[Any, ...]]:
     """The mask and the style in a file."""
-    with _opened(path) as file:
+    with _opened(path, "rb") as file:
         try:
             content = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as e:  # torch raises whatever its reader stumbled over
@@ -74,13 +77,13 @@ def read(path: str | os.PathLike[str], device: torch.device | str | None) -> tup
     return mask.to(device_of(wanted, hint='BlockMask.load(path, device="cpu")')), style
 
 
-def _opened(path: Any) -> AbstractContextManager[BinaryIO]:
+def _opened(path: Any, mode: str) -> AbstractContextManager[Any]:
     """The file; what the system says of a path, such as that there is no such file, is said as it is."""
     if hasattr(path, "read"):
         return nullcontext(path)
     if not isinstance(path, (str, os.PathLike)):
-        raise CallError("load takes the path of a file", given=type(path).__name__, hint='BlockMask.load("mask.pt")')
-    return open(path, "rb")
+        raise CallError("a mask's file is named by a path", given=type(path).__name__, hint='BlockMask.load("mask.pt")')
+    return open(path, mode)
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -166,13 +169,13 @@ def replayed(
     if proxy is None:
         b, h, q_idx, kv_idx = map(torch.as_tensor, index.values())
         return evaluate(program, Binding(captures, numbers), b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
-    trace = proxy.trace
+    trace, arguments = proxy.trace, tuple(map(tag, numbers))
 
     def visit(node: Expr, args: list[Expr]) -> Expr:
         if node.op == "var":
             return convert(trace.operand(index[node.attr]), torch.int64)
         if node.op == "num":
-            return convert(trace.operand(numbers[node.attr]), node.dtype)
+            return convert(trace.operand(arguments[node.attr]), node.dtype)
         if node.op == "load":
             tensor = captures[node.attr[0]]
             return load(trace.capture(tensor), tensor.dtype, args)

@@ -80,7 +80,8 @@ def _filled(index: Sequence[Any], axes: int) -> list[Any]:
     dots = [n for n, i in enumerate(index) if i is Ellipsis]
     named = len(index) - len(dots)
     if named > axes or len(dots) > 1:
-        given, hint = f"{named} and {len(dots)} times ...", "block_mask[b, h, rows] or block_mask[..., rows]"
+        given = f"{named}" if len(dots) < 2 else "... more than once"
+        hint = "block_mask[b, h, rows] or block_mask[..., rows]"
         raise ShapeError(f"a BlockMask [B, H, rows] takes up to {axes} indices", given=given, hint=hint)
     at = dots[0] if dots else len(index)
     rest = [slice(None)] * (axes - named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 import subprocess
 import sys
@@ -278,3 +279,15 @@ def test_masks_of_functions_without_a_name_are_pickled_as_they_were_traced(kind:
         assert torch.equal(found.to_mask(), want)
         assert torch.equal(create_mask(found.mask_mod, 1, 2, *found.seq_lengths, "cpu") & want, want)
     assert pickle.loads(pickle.dumps(create_block_mask(by_name, None, None, 9, 9, "cpu"))).mask_mod is by_name
+
+
+def test_files_that_are_open_and_paths_that_are_none(tmp_path: Path) -> None:
+    mask, file = make("causal"), io.BytesIO()
+    mask.save(file)
+    file.seek(0)
+    assert torch.equal(BlockMask.load(file).to_mask(), mask.to_mask())
+    for ask in (mask.save, BlockMask.load):
+        with pytest.raises(FileNotFoundError):
+            ask(tmp_path / "nowhere" / "mask.pt")
+        with pytest.raises(TypeError, match="is named by a path"):
+            ask(5)
