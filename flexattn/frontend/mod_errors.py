@@ -76,7 +76,7 @@ def in_a_mod(e: Exception, traced: tuple[type, ...]) -> FlexError | None:
     inside = [(f, line) for f, line in frames[1:] if is_users(f)]
     where = f"{inside[-1][0].f_code.co_filename}:{inside[-1][1]}" if inside else None
     hint = "torch operations on the values: each is a tensor of no dimensions, and has no Python value"
-    if isinstance(e, KeyError):
+    if isinstance(e, KeyError) and any(type(key) in traced for key in e.args):
         hint = "a captured tensor instead of a dictionary, as in torch.tensor([0.5, 1.0])[h]"
     elif not any(type(v) in traced for f, _ in inside for v in f.f_locals.values()):
         hint = "running the mod on plain tensors, as in mod(torch.tensor(1.0), 0, 0, 0, 0), to find the mistake"
