@@ -175,12 +175,26 @@ def called(code: types.CodeType, position: int) -> str | None:
     """The global name of the function that a call instruction calls; None for other instructions and callees."""
     steps = list(dis.get_instructions(code))
     at = next((i for i in reversed(range(len(steps))) if steps[i].offset <= position), None)
-    if at is None or not steps[at].opname.startswith("CALL"):
+    if at is None or not steps[at].opname.startswith(("CALL", "PRECALL")):  # Python 3.11 may still be at the latter
         return None
     start = _start(steps[at])
+    if start is None:
+        return _callee(steps, at) if steps[at].opname == "CALL_FUNCTION" else None
     for step in reversed(steps[:at]):
-        if step.opname in _GLOBALS and (start is None or _start(step) == start):
+        if step.opname in _GLOBALS and _start(step) == start:
             return str(step.argval)
+    return None
+
+
+def _callee(steps: list[dis.Instruction], at: int) -> str | None:
+    """The same where Python 3.10 says no columns: what lies below the arguments on the stack; None past a branch."""
+    missing = (steps[at].arg or 0) + 1
+    for step in reversed(steps[:at]):
+        if "JUMP" in step.opname or step.is_jump_target:
+            return None
+        missing -= dis.stack_effect(step.opcode, step.arg)
+        if missing <= 0:
+            return str(step.argval) if step.opname in _GLOBALS else None
     return None
 
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_SKIP = (_PACKAGE, f"{os.sep}torch{os.sep}")
-_INNER = tuple(f"{_PACKAGE}{folder}{os.sep}" for folder in ("frontend", "codegen", "runtime"))
+_SKIP = (_PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
+_INNER = (*(f"{_PACKAGE}{folder}{os.sep}" for folder in ("frontend", "codegen", "runtime")), _SKIP[1])
 _TRACER = os.path.join(_PACKAGE, "frontend", "trace.py")
 
 _USERS: dict[str, bool] = {}  # by file
@@ -47,7 +49,7 @@ def is_users(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     known = _USERS.get(name)
     if known is None:
-        known = _USERS[name] = not name.startswith(_PACKAGE) and _SKIP[1] not in name
+        known = _USERS[name] = not name.startswith(_SKIP)
     return known
 
 
@@ -70,7 +72,7 @@ def mod_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != _TRACER:
         name = frame.f_code.co_filename
-        if not name.startswith(_INNER) and _SKIP[1] not in name:
+        if not name.startswith(_INNER):
             yield frame
         frame = frame.f_back
 

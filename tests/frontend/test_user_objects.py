@@ -299,3 +299,21 @@ def test_what_a_mod_raises_itself_arrives_as_it_is() -> None:
 
     with pytest.raises(MineError, match=r"^mine$"):
         trace(mod, "score")
+
+
+def test_a_traced_value_is_a_tensor_in_code_that_has_run_often() -> None:
+    """Python changes the instructions of code that runs often."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        known = (
+            isinstance(s, torch.Tensor),
+            torch.is_tensor(q),
+            not isinstance(s, float),
+            all(isinstance(x, torch.Tensor) for x in (s,)),
+        )
+        return s * (0.5 if all(known) else 1.5)
+
+    assert {str(trace(mod, "score").program) for _ in range(100)} == {"score*0.5"}
+    for _ in range(100):
+        mod(torch.ones(()), 0, 0, torch.tensor(0), 0)
+    assert str(trace(mod, "score").program) == "score*0.5"
