@@ -107,8 +107,20 @@ def emit(spec: KernelSpec) -> KernelSource:
         signature=signature,
         constexprs=_constexprs(spec),
         aligned=tuple(aligned),
-        options={"num_warps": spec.config.num_warps, "num_stages": spec.config.num_stages, "enable_fp_fusion": True},
+        options=_options(spec),
     )
+
+
+def _options(spec: KernelSpec) -> dict[str, Any]:
+    """What the compiler is told. float32 is rounded after each operation as it is written (sums of products excepted): a compiler
+    that is free to fuse a product with a sum does so in one kernel and not in the next, and a probability that is made again is
+    then no longer the same."""
+    is_single = bool(spec.layouts) and spec.layouts[0].dtype == "fp32"
+    return {
+        "num_warps": spec.config.num_warps,
+        "num_stages": spec.config.num_stages,
+        "enable_fp_fusion": not is_single,
+    }
 
 
 # ---------------------------------------------------------------- argument types

@@ -87,7 +87,7 @@ def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_stri
             v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_DESCRIBED,
                                 IS_PARTIAL)  # [N, V]
             natural = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
-            natural = softmax.natural_scores(natural, scale, FOLD_SCALE, q.dtype == tl.float32)
+            natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
             kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             modified = _modified(natural, batch, head, q_idx, kv_idx, q_len, kv_len, caps, IS_PARTIAL, SCORE_MOD,
                                  MASK_MOD)
@@ -167,7 +167,7 @@ def _dkdv_sweep(dk, dv, k, v, Q, D_OUT, lse_base, delta_base, line, EXTRA, q_str
                 row_lse = tl.load(lse_base + rows)
                 delta = tl.load(delta_base + rows)
             natural = softmax.dot(k, tl.trans(q), None, PRECISION, UPCAST)  # [N, M]
-            natural = softmax.natural_scores(natural, scale, FOLD_SCALE, q.dtype == tl.float32)
+            natural = softmax.natural_scores(natural, scale, FOLD_SCALE)
             modified = _modified(natural, batch, head, rows[None, :], kv_idx, q_len, kv_len, caps, IS_PARTIAL,
                                  SCORE_MOD, MASK_MOD)
             probs = softmax.probabilities(modified, factor, row_lse[None, :], q.dtype == tl.float32)

@@ -35,8 +35,12 @@ def power_of_two(x, IS_EXACT: tl.constexpr):
     if IS_EXACT:
         whole = tl.floor(x + 0.5)
         rest = (x - whole) * LN2
-        series = rest * (1 / 24 + rest * (1 / 120 + rest * (1 / 720 + rest / 5040)))
-        series = 1.0 + rest * (1.0 + rest * (1 / 2 + rest * (1 / 6 + series)))
+        series = tl.fma(rest, 1 / 5040, 1 / 720)
+        series = tl.fma(rest, series, 1 / 120)
+        series = tl.fma(rest, series, 1 / 24)
+        series = tl.fma(rest, series, 1 / 6)
+        series = tl.fma(rest, series, 1 / 2)
+        series = tl.fma(rest, tl.fma(rest, series, 1.0), 1.0)
         exponent = tl.minimum(tl.maximum(whole, -126.0), 127.0).to(tl.int32)
         value = series * ((exponent + 127) << 23).to(tl.float32, bitcast=True)
         return tl.where(x < -126.0, 0.0, tl.where(x > 127.0, float("inf"), value))
@@ -54,15 +58,10 @@ def factor_of(scale, FOLD_SCALE: tl.constexpr):
 
 
 @triton.jit
-def natural_scores(dots, scale, FOLD_SCALE: tl.constexpr, IS_EXACT: tl.constexpr):
-    """Scaled scores in natural units; raw dot products where the scale is folded into the factor.
-
-    IS_EXACT (float32 inputs): rounded here, in every kernel alike. A compiler that is free to fuse the product with what a
-    score_mod adds does so in one kernel and not in the next, and a probability made again is then no longer the same."""
+def natural_scores(dots, scale, FOLD_SCALE: tl.constexpr):
+    """Scaled scores in natural units; raw dot products where the scale is folded into the factor."""
     if FOLD_SCALE:
         return dots
-    elif IS_EXACT:
-        return tl.fma(dots, tl.broadcast_to(scale, dots.shape), tl.zeros_like(dots))
     else:
         return dots * scale
 
