@@ -160,7 +160,7 @@ def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> i
 def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
     """A streamed tile, or a part of a narrow one, on its way to a second layout: products read it along both its axes."""
     tile = max(sides.first, sides.second)
-    if problem.pad >= 128:
+    if problem.pad >= 128 or (problem.kernel == "dkdv" and problem.reads.element > 0):
         return tile
     is_second = problem.kernel == "dkdv" and problem.element_bytes == 4  # TF32: only d_out's
     width = problem.v_pad if is_second else problem.pad
