@@ -14,6 +14,7 @@ import torch
 
 Run = Callable[[], Any]
 _CYCLES = 2_000_000_000  # of a GPU's clock in a second, about
+_LONGEST_HOLD = 0.2  # seconds: a call that compiled something must not stop the device for many times as long
 
 
 class Paired(NamedTuple):
@@ -42,7 +43,7 @@ def milliseconds(run: Run, calls: int, device: torch.device) -> float:
     begin = time.perf_counter()
     run()  # so that caches hold this candidate's own data
     host = time.perf_counter() - begin
-    torch.cuda._sleep(int(_CYCLES * (2 * calls * host + 1e-4)))
+    torch.cuda._sleep(int(_CYCLES * min(2 * calls * host + 1e-4, _LONGEST_HOLD)))
     start.record()
     for _ in range(calls):
         run()

@@ -1,7 +1,7 @@
 """Preferred tiles, warps and pipeline stages, best first: tables by matrix instruction, kernel and head dim, nothing else.
 
 The idea: what is measured is a table. A row is (largest padded head dim, configurations); the rows below the first that fits follow it.
-Those for wgmma were timed on an H200 (benchmarks/NOTES.md); the others are chosen so that nothing spills.
+Those for wgmma were timed on an H200 up to head dim 256 (benchmarks/NOTES.md); the others are chosen by what the assembler spills.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def check_transforms(tensors: Sequence[Tensor]) -> None:
         tensors: query, key, value and what score_mod captured.
     Raises: UnsupportedError.
     """
-    if torch._C._are_functorch_transforms_active() and any(map(_is_batched, tensors)):
+    if torch._C._are_functorch_transforms_active() and any(_is_batched(_inside(x)) for x in tensors):
         raise no_batching()
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise no_forward_mode()
@@ -48,17 +48,20 @@ def outside() -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 def _unwrapped(x: Tensor) -> Tensor:
-    while _FUNCTORCH.is_gradtrackingtensor(x):
-        x = _FUNCTORCH.get_unwrapped(x)
-    if _FUNCTORCH.is_batchedtensor(x) or _FUNCTORCH.is_legacy_batchedtensor(x):
+    x = _inside(x)
+    if _is_batched(x):
         raise no_batching()
     return x
 
 
-def _is_batched(x: Tensor) -> bool:
+def _inside(x: Tensor) -> Tensor:
     while _FUNCTORCH.is_gradtrackingtensor(x):
         x = _FUNCTORCH.get_unwrapped(x)
-    return bool(_FUNCTORCH.is_batchedtensor(x))
+    return x
+
+
+def _is_batched(x: Tensor) -> bool:
+    return bool(_FUNCTORCH.is_batchedtensor(x) or _FUNCTORCH.is_legacy_batchedtensor(x))
 
 
 def no_batching() -> UnsupportedError:

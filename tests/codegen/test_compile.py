@@ -41,8 +41,8 @@ INSTRUCTION = {"mma": "mma.sync", "wgmma": "wgmma", "tcgen05": "tcgen05.mma"}
 # them for what the loop does not use. Exceptions, by kernel, family, largest head dim and data type:
 SPILLS = 96
 EXCEPTIONS = {
-    # dk and dv, scores and their gradient, or sums of 512 columns, all in 255 registers: on an H200 under Triton 3.6
-    # measured the fastest all the same; the assembler of Triton 3.9 spills more than that of 3.6
+    # dk and dv, scores and their gradient, or sums of 512 columns, all in 255 registers: the fastest of those timed on an H200 all
+    # the same under Triton 3.6, but at 256, where it spills 8 bytes; the assembler of Triton 3.9 spills more
     ("dkdv", "wgmma", 128, "bf16"): 352,
     ("dkdv", "wgmma", 256, "bf16"): 256,
     ("forward", "wgmma", 512, "bf16"): 896,
