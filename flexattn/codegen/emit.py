@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text
-from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout
+from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import padded, tile_dims
 
 _SKELETONS = {
@@ -184,7 +184,7 @@ def _dq_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | No
     arguments = _Arguments(spec)
     _backward_inputs(arguments)
     arguments.result("DQ", spec.qk_dim, "dq_strides")
-    arguments.plain(sums=("*fp32",) * len(spec.capture_grads) or ("i32",))
+    arguments.plain(sums=(f"*{type_name(spec.sum_dtype)}",) * len(spec.capture_grads) or ("i32",))
     return arguments.types, arguments.aligned
 
 

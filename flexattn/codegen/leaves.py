@@ -118,7 +118,9 @@ def _capture_grad(spec: KernelSpec, program: Program, arguments: Arguments) -> s
         name = f"g{number}"
         lines.append(f"{name} = tl.where(keep, {_full(_as_float(value), grad, 'grad')}, 0.0)")
         lines += [f"{name} = leaf_ops.total({name}, {axis})" for axis in _free_axes(load)]
-        lines.append(_atomic(spec.capture_grads.index(slot), name, index.parts, index.inside, arguments.captures[slot]))
+        position = spec.capture_grads.index(slot)
+        lines.append(f"{name} = {name}.to(sums[{position}].dtype.element_ty)")
+        lines.append(_atomic(position, name, index.parts, index.inside, arguments.captures[slot]))
     if not wanted:
         lines.append("pass")
     return _function("capture_grad", f"grad, score, keep, {_INDICES}, caps, sums", lines)

@@ -97,6 +97,11 @@ class KernelSpec:
         return tuple(kind for program in (self.score, self.mask) if program is not None for kind in program.numbers)
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of captured gradients, whose terms are added one by one: thousands of them cost float32 two of its digits."""
+        return torch.float64 if self.layouts[0].dtype == "fp32" else torch.float32
+
+    @property
     def described(self) -> tuple[bool, ...]:
         """Whether each of q, k, v and d_out is loaded by the hardware, through a tensor descriptor.
 

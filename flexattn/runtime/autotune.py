@@ -269,8 +269,9 @@ def difference(results: Any, expected: Any) -> float:
     worst = 0.0
     for a, b in zip(_tensors(results), _tensors(expected)):
         apart = torch.where(a == b, 0.0, a - b)  # equal infinities are no difference
-        size = torch.linalg.vector_norm(torch.where(b.isfinite(), b, 0.0), dtype=torch.float32)
-        share = (torch.linalg.vector_norm(apart, dtype=torch.float32) / size.clamp_min(1e-30)).item()
+        kind = torch.promote_types(b.dtype, torch.float32)
+        size = torch.linalg.vector_norm(torch.where(b.isfinite(), b, 0.0), dtype=kind)
+        share = (torch.linalg.vector_norm(apart, dtype=kind) / size.clamp_min(1e-30)).item()
         worst = max(worst, share if share == share else float("inf"))
     return worst
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn.codegen.spec import KernelSpec, capture_layout, fresh_layout, tensor_layout, wide_number
-from flexattn.codegen.tile_config import TileConfig, delta_config, padded
+from flexattn.codegen.tile_config import delta_config, padded
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
@@ -133,10 +133,10 @@ _EACH_CALL = ("caps", "sums", "batch_step", "head_step")  # arguments that follo
 
 
 class Ready(NamedTuple):
-    """A launch for calls of certain sizes, and the tiles it works in."""
+    """A launch for calls of certain sizes, and the kernel it starts."""
 
     launch: Starts
-    config: TileConfig
+    spec: KernelSpec
     is_transposed: bool
     in_order: bool  # programs that sum over several lines of the table need one order of tiles in all of them
 
@@ -187,7 +187,7 @@ def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, A
     lines = -(-length // tile)
     walk = {"pairs": pairs, "lines": lines, "swizzle": _swizzle(problem, pairs, lines, is_transposed)}
     launch = chosen.kernel.fix(pairs * lines, {**arguments, **walk}, changing=_EACH_CALL)
-    return Ready(launch, config, is_transposed, in_order=is_transposed and pairs != q.shape[0] * q.shape[1])
+    return Ready(launch, chosen.spec, is_transposed, in_order=is_transposed and pairs != q.shape[0] * q.shape[1])
 
 
 def _sizes(problem: Problem) -> tuple[Any, ...]:
@@ -228,7 +228,7 @@ def _kv_strides(x: Tensor) -> tuple[int, ...]:
 
 def _table(problem: Problem, ready: Ready) -> dict[str, Any]:
     """The span table of the chosen tiles, and how programs find their line of it."""
-    rows, extra, batch, heads = table_of(problem, ready.config, transposed=ready.is_transposed)
+    rows, extra, batch, heads = table_of(problem, ready.spec.config, transposed=ready.is_transposed)
     if ready.in_order and (heads > 1 or batch > 1):
         order = rows[:, :, 0].argsort(1)
         rows = rows.gather(1, order[:, :, None].expand(rows.shape))
@@ -298,7 +298,7 @@ def run_dq(
 
     def start(ready: Ready) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         dq = torch.empty_permuted(q.shape, order, dtype=q.dtype, device=q.device) if need_q else None
-        sums = tuple(torch.zeros(captures[i].shape, dtype=torch.float32, device=q.device) for i in slots)
+        sums = tuple(torch.zeros(captures[i].shape, dtype=ready.spec.sum_dtype, device=q.device) for i in slots)
         results = {"DQ": q if dq is None else dq, "sums": sums or (0,)}
         ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
         return dq, sums

@@ -44,10 +44,13 @@ def test_beside_torchs_kernels(name: str, dtype: torch.dtype) -> None:
         return
     sizes = WITH_TORCH[:1] if case.torch_static else WITH_TORCH
     with torch_compiler(dynamic=not case.torch_static) as (compiled, compilations):
+        ran = 0
         for z in sizes:
             problem = make_problem(case, replace(z, dtype=dtype), "cuda")
-            compare(problem, ours(problem), torch_where_it_can(problem, compiled))
-        assert 1 <= compilations() <= COMPILATIONS, f"torch compiled {compilations()} times for {len(sizes)} sizes"
+            torchs = torch_where_it_can(problem, compiled)
+            ran += torchs is not None
+            compare(problem, ours(problem), torchs)
+        assert min(ran, 1) <= compilations() <= COMPILATIONS, f"torch compiled {compilations()} times for {ran} sizes"
 
 
 def _torch_says_why(case: Case, dtype: torch.dtype) -> None:
