@@ -100,24 +100,23 @@ def build_ours(variant: Variant, length: int, device: torch.device) -> Any:
         tiles.table(False)
         tiles.table(True)
         return tiles
-    from flexattn.runtime.block_map import device_table
+    from flexattn.runtime.block_map import device_tables
 
-    wanted = _tables(mask.predicate.traced.program, length, device)
-    return Made(tuple(((x.BLOCK_M, x.BLOCK_N), t, device_table(mask, x, transposed=t)) for x, t in wanted))
+    cuts = _cuts(mask.predicate.traced.program, length, device)
+    return Made(tuple((cut[:2], cut.by_column, table) for cut, table in zip(cuts, device_tables(mask, cuts))))
 
 
 @functools.lru_cache(maxsize=256)
-def _tables(program: Any, length: int, device: torch.device) -> tuple[tuple[Any, bool], ...]:
-    """(configuration, transposed) of each table that the kernels of a training step at head dim 128 prefer, each once."""
+def _cuts(program: Any, length: int, device: torch.device) -> tuple[Any, ...]:
+    """Of the tables that the kernels of a training step at head dim 128 prefer, each once."""
     from flexattn.codegen.tile_config import candidates
     from flexattn.runtime.device import target_for
+    from flexattn.runtime.tables import Cut
 
     sizes = {"element_bytes": 2, "qk_dim": DIM, "v_dim": DIM, "q_len": length, "programs": (program,)}
-    found: dict[tuple[int, int, bool], tuple[Any, bool]] = {}
-    for kernel in ("forward", "dq", "dkdv"):
-        config, transposed = candidates(kernel, target_for(device), **sizes)[0], kernel == "dkdv"
-        found.setdefault((config.BLOCK_M, config.BLOCK_N, transposed), (config, transposed))
-    return tuple(found.values())
+    kernels = ("forward", "dq", "dkdv")
+    configs = {kernel: candidates(kernel, target_for(device), **sizes)[0] for kernel in kernels}
+    return tuple(dict.fromkeys(Cut(c.BLOCK_M, c.BLOCK_N, kernel == "dkdv") for kernel, c in configs.items()))
 
 
 def build_torch(variant: Variant, length: int, device: torch.device, *, compile: bool) -> Any:

@@ -20,12 +20,13 @@ _SKELETONS = {
     "delta": ("backward", "attention_backward_delta"),
     "dq": ("backward", "attention_backward_dq"),
     "dkdv": ("backward", "attention_backward_dkdv"),
-    "ranges": ("block_map", "range_leaves"),
-    "ranges_above": ("block_map", "range_upper"),
+    "ranges": ("block_map", "ranges"),
     "block_map": ("block_map", "block_map"),
     "order": ("block_map", "block_order"),
 }
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
+_BUILDERS = ("ranges", "block_map", "order")  # of the mask builder; they know nothing of q, k and v
+MOST_TABLES, _TABLE_INTS = 3, 4  # as skeletons/block_map.py has them
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
 
@@ -213,18 +214,18 @@ def _backward_inputs(arguments: _Arguments) -> None:
 
 def _builder_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     """Of the kernels that make a mask's span table."""
-    arguments = _Arguments(spec)
+    arguments, tables = _Arguments(spec), ("i32",) * (MOST_TABLES * _TABLE_INTS)
     if spec.kernel == "order":
-        arguments.plain(UNSORTED="*i32", ROWS="*i32", NEEDED="*i32", TOLD="*i32", lines="i32")
+        arguments.plain(UNSORTED="*i32", ROWS="*i32", NEEDED="*i32", TOLD="*i32", tables=tables, groups="i32")
     elif spec.kernel == "block_map":
         trees = tuple(tree_type(spec.captures[slot]) for slot in spec.ranged) + ("*i64",) * len(spec.valued)
-        arguments.plain(ROWS="*i32", EXTRA="*i32", NEEDED="*i32", WILD="*i32", trees=trees or ("i32",), heads="i32")
-        arguments.plain(own_tile="i32", other_tile="i32", own_len="i32", other_len="i32", lines="i32", room="i32")
+        arguments.plain(ROWS="*i32", EXTRA="*i32", NEEDED="*i32", WILD="*i32", trees=trees or ("i32",), tables=tables)
+        arguments.plain(heads="i32", q_len="i32", kv_len="i32", room="i32")
         arguments.captures()
     else:
         (capture,) = spec.captures
-        arguments.plain(**({"DATA": f"*{capture.dtype}"} if spec.kernel == "ranges" else {}))
-        arguments.plain(TREE=tree_type(capture), SETS="*i64", length="i64" if capture.is_wide else "i32")
+        arguments.plain(DATA=f"*{capture.dtype}", TREE=tree_type(capture), SETS="*i64", DONE="*i32", programs="i32")
+        arguments.plain(length="i64" if capture.is_wide else "i32")
     return arguments.types, arguments.aligned
 
 
@@ -235,7 +236,7 @@ def tree_type(capture: CaptureLayout) -> str:
 
 _SIGNATURES = {
     "forward": _forward_signature, "delta": _delta_signature, "dq": _dq_signature, "dkdv": _dkdv_signature,
-    **dict.fromkeys(("ranges", "ranges_above", "block_map", "order"), _builder_signature),
+    **dict.fromkeys(_BUILDERS, _builder_signature),
 }  # fmt: skip
 
 
@@ -266,8 +267,6 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
 def _builder_constexprs(spec: KernelSpec) -> dict[str, Any]:
     if spec.kernel == "ranges":
         return {"IS_WIDE": spec.captures[0].is_wide}
-    if spec.kernel == "ranges_above":
-        return {}
     if spec.kernel == "order":
         return {"LINES_AT_ONCE": spec.config.BLOCK_M, "OTHERS": spec.config.BLOCK_N}
-    return {"IS_TRANSPOSED": spec.is_transposed, "SHARPER_BOUNDS": None}
+    return {"SHARPER_BOUNDS": None}

@@ -39,7 +39,7 @@ def arguments_of(spec: KernelSpec) -> tuple[Arguments, Arguments]:
 
 def leaf_functions(spec: KernelSpec) -> dict[str, str]:
     """Text of each function the kernel needs, by the skeleton's parameter name (SCORE_MOD, MASK_MOD, ...)."""
-    if spec.kernel in ("delta", "ranges", "ranges_above", "order"):
+    if spec.kernel in ("delta", "ranges", "order"):
         return {}
     score_arguments, mask_arguments = arguments_of(spec)
     texts: dict[str, str] = {}

@@ -70,7 +70,7 @@ class CaptureLayout(NamedTuple):
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    kernel: str  # 'forward', 'delta', 'dq', 'dkdv'; of the mask builder 'ranges', 'ranges_above', 'block_map', 'order'
+    kernel: str  # 'forward', 'delta', 'dq', 'dkdv'; of the mask builder 'ranges', 'block_map', 'order'
     target: Target
     config: TileConfig
     qk_dim: int
@@ -89,7 +89,6 @@ class KernelSpec:
     want_dk: bool = True
     want_dv: bool = True
     has_d_lse: bool = False
-    is_transposed: bool = False  # block_map: rows are tiles of keys
 
     @property
     def number_kinds(self) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ class FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(problem: Problem, plan: Plan, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Makes the tile maps of backward, then runs the forward pass, which makes its own."""
+        """Makes the tile maps of both passes, then runs the forward pass."""
         q, k, v, *captures = inputs
         if q is not problem.q or k is not problem.k or v is not problem.v or captures:
             problem = problem.bind(q, k, v, tuple(captures))
@@ -116,7 +116,7 @@ FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  
 
 
 def make_tile_maps(problem: Problem, plan: Plan) -> None:
-    """Makes the tile maps that backward will look up; the forward pass makes its own."""
+    """Makes the tile maps that backward will look up."""
     if not is_empty(problem):
         backend_module(plan).make_tile_maps(problem, plan)
 

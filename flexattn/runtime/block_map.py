@@ -1,8 +1,8 @@
 """Span tables made on the device, kept with their mask, and given more room where they turn out to need it.
 
-Reads a BlockMask; makes the table that an attention kernel walks, by row or by column. The one idea: nothing waits for the
+Reads a BlockMask; makes the tables that attention kernels walk, by row or by column. The one idea: nothing waits for the
 device. A row that has more spans than it has room for is kept as one partial span, which is right but slow; the device says
-how many it has, and once that has arrived by itself, the next table of such a mask is larger.
+how many it has, and once that has arrived by itself, the next tables of such a mask are larger.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.codegen.tile_config import TileConfig
+from flexattn.codegen.emit import MOST_TABLES
 from flexattn.frontend.expr import topological
 from flexattn.frontend.predicate_mask import PredicateMask
 from flexattn.frontend.program import Program
+from flexattn.frontend.tile_map import TileMap
 from flexattn.runtime import device as devices
 from flexattn.runtime import kept, settings
-from flexattn.runtime.table_builder import Built, DeviceTable, build_table
+from flexattn.runtime.table_builder import Built, Cut, DeviceTable, build_tables
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
@@ -30,29 +31,30 @@ if TYPE_CHECKING:
 _MOST_PAIRS = 1 << 33  # evaluated one by one: some 0.1 s
 
 
-def device_table(mask: BlockMask, config: TileConfig, *, transposed: bool) -> DeviceTable:
-    """The table of a block mask in tiles of one configuration.
+def device_tables(mask: BlockMask, cuts: Sequence[Cut]) -> list[DeviceTable]:
+    """The tables of a block mask.
 
     Args:
         mask: on the device of the call.
-        config: BLOCK_M by BLOCK_N are the tiles.
-        transposed: rows are tiles of keys.
+        cuts: tile sizes and directions.
 
     Returns:
-        The table; made by the device for a function on a GPU, by the tile map for lists, on a CPU, and for long masks of
-        floats, which only its bounds follow.
+        A table for each cut; made by the device for a function on a GPU, by the tile map for lists, on a CPU, and for long
+        masks of floats, which only its bounds follow.
 
     Raises:
         StaleMaskError: a captured tensor has been written to since the mask was made.
     """
     predicate = mask.predicate
     if predicate is None or not _is_for_device(predicate):
-        tiles = mask.tile_map(config.BLOCK_M, config.BLOCK_N)
-        rows, extra = tiles.table(transposed)
-        return DeviceTable(rows, extra, tiles.batch, tiles.heads)
+        return [_table_of_map(mask.tile_map(cut.q_tile, cut.kv_tile), cut.by_column) for cut in cuts]
     predicate.check_current()
     with devices.current(predicate.device):
-        return _table_on_device(predicate, config, transposed)
+        return _tables_on_device(predicate, cuts)
+
+
+def _table_of_map(tiles: TileMap, by_column: bool) -> DeviceTable:
+    return DeviceTable(*tiles.table(by_column), tiles.batch, tiles.heads)
 
 
 def _is_for_device(predicate: PredicateMask) -> bool:
@@ -74,33 +76,33 @@ def has_floats(predicate: PredicateMask) -> bool:
     return any(n.dtype.is_floating_point for n in topological([predicate.traced.program.body]))
 
 
-def _table_on_device(predicate: PredicateMask, config: TileConfig, transposed: bool) -> DeviceTable:
-    """The table that is kept, or where its rows turned out to need more room a larger one."""
+def _tables_on_device(predicate: PredicateMask, cuts: Sequence[Cut]) -> list[DeviceTable]:
+    """The tables that are kept, and together those that are not, or whose rows turned out to need more room."""
     assert predicate.traced is not None
-    program, key = predicate.traced.program, (config.BLOCK_M, config.BLOCK_N, transposed)
-    entry: _Entry | None = kept.find(predicate, key)
-    if entry is None or entry.is_outgrown():
-        room = _room_of(program, key, predicate.device)
-        if entry is not None and entry.report is not None:
-            room.reports.append(entry.report)
-        entry = _built(predicate, config, transposed, room)
-        while torch.are_deterministic_algorithms_enabled() and entry.is_outgrown():  # waits for the device
-            entry = _built(predicate, config, transposed, room)
-        kept.keep(predicate, key, entry)
-    return entry.built.table
+    entries: dict[Cut, _Entry | None] = {cut: kept.find(predicate, cut) for cut in cuts}
+    missing = [cut for cut, entry in entries.items() if entry is None or entry.is_outgrown()]
+    if missing:
+        room = _room_of(predicate.traced.program, predicate.device)
+        room.reports.extend(e.report for e in entries.values() if e is not None and e.report is not None)
+        for first in range(0, len(missing), MOST_TABLES):
+            entries |= _built(predicate, tuple(missing[first : first + MOST_TABLES]), room)
+    return [entry.table for entry in entries.values() if entry is not None]
 
 
-def _built(predicate: PredicateMask, config: TileConfig, transposed: bool, room: _Room) -> _Entry:
+def _built(predicate: PredicateMask, cuts: tuple[Cut, ...], room: _Room) -> dict[Cut, _Entry]:
     device = predicate.device
-    target, spans = devices.target_for(device), room.spans()
     report = None if devices.is_capturing(device) else _Report()
     told = None if report is None else report.told
-    built = build_table(predicate, config, target, transposed=transposed, room=spans, told=told)
+    built = build_tables(predicate, cuts, devices.target_for(device), room=room.spans(), told=told)
     if room.needed > built.room:
         _say_too_many(room.needed, built.room)
     if report is not None:
         room.reports.append(report)
-    return _Entry(built, report)
+    found = {cut: _Entry(table, built, report) for cut, table in zip(cuts, built.tables)}
+    if torch.are_deterministic_algorithms_enabled() and found[cuts[0]].is_outgrown():  # waits for the device
+        return _built(predicate, cuts, room)
+    kept.keep(predicate, found)
+    return found
 
 
 # ---------------------------------------------------------------- room for spans
@@ -136,8 +138,8 @@ def _place() -> _Place:
 
 
 class _Report:
-    """How many spans the rows that did not fit have: 0 until the device has said so, and where all fit. The last kernel of a
-    table writes it to the host's memory, so that nothing has to be copied and nobody waits."""
+    """How many spans the rows that did not fit have: 0 until the device has said so, and where all fit. The last kernel that makes
+    tables writes it to the host's memory, so that nothing has to be copied and nobody waits."""
 
     def __init__(self) -> None:
         self._place, self._spans = _place(), _UNKNOWN
@@ -167,8 +169,9 @@ class _Report:
 
 
 class _Entry(NamedTuple):
-    """A table that is kept, and what the device says of it; None while a CUDA graph is captured."""
+    """A table that is kept, what it was made with, and what the device says of those; None while a CUDA graph is captured."""
 
+    table: DeviceTable
     built: Built
     report: _Report | None
 
@@ -201,11 +204,11 @@ class _Room:
 _ROOMS: dict[Hashable, _Room] = {}
 
 
-def _room_of(program: Program, key: Hashable, device: torch.device) -> _Room:
+def _room_of(program: Program, device: torch.device) -> _Room:
     with _LOCK:
-        room = _ROOMS.get((program, key, device))
+        room = _ROOMS.get((program, device))
         if room is None:
-            room = _ROOMS[program, key, device] = _Room(usual_spans(program))
+            room = _ROOMS[program, device] = _Room(usual_spans(program))
         return room
 
 
@@ -224,4 +227,4 @@ def _say_too_many(spans: int, room: int) -> None:
     )
 
 
-__all__ = ["DeviceTable", "device_table", "usual_spans"]
+__all__ = ["Cut", "DeviceTable", "device_tables", "usual_spans"]

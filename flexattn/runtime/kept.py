@@ -6,7 +6,7 @@ graph that uses it keeps it alive, and what is made while a graph is captured be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -45,25 +45,25 @@ def find(predicate: PredicateMask, key: Hashable) -> Any:
     return made.what
 
 
-def keep(predicate: PredicateMask, key: Hashable, what: T) -> T:
-    """Keeps what the current stream has just made, if it may be used again."""
+def keep(predicate: PredicateMask, made: Mapping[Any, Any]) -> None:
+    """Keeps what the current stream has just made, by its key, if it may be used again."""
     device = predicate.device
     if not predicate.reusable or is_capturing(device):
-        return what
-    if device.type != "cuda":
-        predicate.tables[key] = _Made(what, 0, None)
-        return what
-    done = torch.cuda.Event()
-    stream = torch.cuda.current_stream(device)
-    done.record(stream)
-    predicate.tables[key] = _Made(what, stream.cuda_stream, done)
-    return what
+        return
+    stream, done = stream_of(device), None
+    if device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+    predicate.tables.update({key: _Made(what, stream, done) for key, what in made.items()})
 
 
 def once(predicate: PredicateMask, key: Hashable, make: Callable[[], T]) -> T:
     """What `make` makes of a mask, made once where that is safe."""
     found = find(predicate, key)
-    return keep(predicate, key, make()) if found is None else cast(T, found)
+    if found is None:
+        found = make()
+        keep(predicate, {key: found})
+    return cast(T, found)
 
 
 def _tensors(what: Any) -> Iterator[Tensor]:

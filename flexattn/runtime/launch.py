@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from flexattn.codegen.spec import KernelSpec, capture_layout, fresh_layout, tensor_layout, wide_number
-from flexattn.codegen.tile_config import delta_config, padded
+from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
 from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
 from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
-from flexattn.runtime.tables import prepare_table, table_of
+from flexattn.runtime.tables import Cut, prepare_tables, table_of
 
 T = TypeVar("T")
 _LINE_LIMIT = (1 << 31) - 1
@@ -90,7 +90,8 @@ def backward(
 
 
 def make_tile_maps(problem: Problem, plan: Plan) -> None:
-    """Makes the span tables that backward will look up, so that it builds nothing and sees no later change of a mask.
+    """Makes the span tables that forward and backward will look up, all together, so that backward builds nothing and sees no
+    later change of a mask.
 
     Before a call is autotuned those are the tables of every configuration that will be timed.
 
@@ -102,9 +103,9 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
     predicate, ready = problem.block_mask.predicate, ("ready", id(plan))
     if predicate is not None and ready in predicate.tables:
         return
-    for kernel in ("dq", "dkdv"):
-        for config in likely_tiles(problem, plan, kernel):
-            prepare_table(problem, config, transposed=kernel == "dkdv")
+    tiles = ((kernel, config) for kernel in ("forward", "dq", "dkdv") for config in likely_tiles(problem, plan, kernel))
+    cuts = dict.fromkeys(_cut(config, kernel == "dkdv") for kernel, config in tiles)
+    prepare_tables(problem, problem.block_mask, tuple(cuts))
     if predicate is not None and predicate.reusable and not devices.is_capturing(problem.q.device):
         predicate.tables[ready] = plan  # kept, so that no other plan gets its id
 
@@ -137,7 +138,7 @@ class Ready(NamedTuple):
 
     launch: Starts
     spec: KernelSpec
-    is_transposed: bool
+    cut: Cut  # of the table it walks
     in_order: bool  # programs that sum over several lines of the table need one order of tiles in all of them
 
 
@@ -187,7 +188,12 @@ def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, A
     lines = -(-length // tile)
     walk = {"pairs": pairs, "lines": lines, "swizzle": _swizzle(problem, pairs, lines, is_transposed)}
     launch = chosen.kernel.fix(pairs * lines, {**arguments, **walk}, changing=_EACH_CALL)
-    return Ready(launch, chosen.spec, is_transposed, in_order=is_transposed and pairs != q.shape[0] * q.shape[1])
+    in_order = is_transposed and pairs != q.shape[0] * q.shape[1]
+    return Ready(launch, chosen.spec, _cut(config, is_transposed), in_order)
+
+
+def _cut(config: TileConfig, by_column: bool) -> Cut:
+    return Cut(config.BLOCK_M, config.BLOCK_N, by_column)
 
 
 def _sizes(problem: Problem) -> tuple[Any, ...]:
@@ -228,7 +234,7 @@ def _kv_strides(x: Tensor) -> tuple[int, ...]:
 
 def _table(problem: Problem, ready: Ready) -> dict[str, Any]:
     """The span table of the chosen tiles, and how programs find their line of it."""
-    rows, extra, batch, heads = table_of(problem, ready.spec.config, transposed=ready.is_transposed)
+    rows, extra, batch, heads = table_of(problem, ready.cut)
     if ready.in_order and (heads > 1 or batch > 1):
         order = rows[:, :, 0].argsort(1)
         rows = rows.gather(1, order[:, :, None].expand(rows.shape))

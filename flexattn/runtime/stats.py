@@ -146,10 +146,10 @@ def record_mask_build(built: tile_map.TileMap) -> None:
         _NOW.mask_builds["partly evaluated" if evaluated else "proved"] += 1
 
 
-def record_device_table() -> None:
-    """Counts a span table that the device makes."""
+def record_device_tables(count: int) -> None:
+    """Counts span tables that the device makes."""
     with _LOCK:
-        _NOW.mask_builds["device"] += 1
+        _NOW.mask_builds["device"] += count
 
 
 tile_map.ON_BUILD.append(record_mask_build)

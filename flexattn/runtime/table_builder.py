@@ -1,8 +1,8 @@
-"""Launches of the mask builder: a predicate mask and a tile size -> a span table on the device.
+"""Launches of the mask builder: a predicate mask and tile sizes -> span tables on the device.
 
-Reads a PredicateMask and its captured tensors; makes rows, further spans, and trees over captured tensors. The one idea: what a
-table of one structure, length and tile size costs the host is decided once (`_Recipe`): kernels and the arguments that stay.
-A new mask then takes three allocations, two launches and nothing that waits.
+Reads a PredicateMask and its captured tensors; makes rows, further spans, and trees over captured tensors. The one idea: what the
+tables of one structure, length and tile sizes cost the host is decided once (`_Recipe`): kernels and the arguments that stay. A
+new mask then takes two allocations and two launches for all of its tables, and nothing that waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.emit import tree_type
+from flexattn.codegen.emit import MOST_TABLES, tree_type
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, any_wide, capture_layout, wide_number
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig
@@ -28,15 +28,26 @@ from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments
 from flexattn.runtime.device import is_capturing, stream_of
 from flexattn.runtime.validate import place_captures
 
-_MOST_BYTES = 1 << 28  # of the spans of one table; a row's room takes 16 bytes for each span of a kind
+_MOST_BYTES = 1 << 28  # of the spans of tables made together; a row's room takes 16 bytes for each span of a kind
+_ROW_INTS = 12
+_NO_PROGRAM = (1 << 31) - 1  # where a table begins that there is not
 _ORDER = TileConfig(64, 128, 4, 1)
 _ROW = TileConfig(64, 64, 1, 1)  # a row's program works on vectors of 64 lanes; the tiles themselves are arguments
-_LEAVES, _UPPER = TileConfig(64, 64, 4, 1), TileConfig(256, 4, 4, 1)
+_RANGES = TileConfig(64, 64, 4, 1)
 _ZEROS_AT_ONCE = 1024
 
 
+class Cut(NamedTuple):
+    """How a table cuts the pairs into tiles, and whether its rows are tiles of keys."""
+
+    q_tile: int
+    kv_tile: int
+    by_column: bool
+
+
 class DeviceTable(NamedTuple):
-    """A span table, `rows` [batch * heads, lines, 12] and `extra` [n, 2], int32; batch and heads are 1 where all share it."""
+    """A span table, `rows` [batch * heads, lines, 12] and `extra` [n, 2], int32; batch and heads are 1 where all share it.
+    Tables that were made together share `extra`."""
 
     rows: Tensor
     extra: Tensor
@@ -48,26 +59,26 @@ class Built(NamedTuple):
     """What the builder made.
 
     Attributes:
-        table: right in any case.
+        tables: one for each cut, right in any case.
         room: spans of a kind that fit in a row.
         needed: int32 [1] on the device: the most spans of a kind in a row that did not fit; 0 if all rows did.
     """
 
-    table: DeviceTable
+    tables: tuple[DeviceTable, ...]
     room: int
     needed: Tensor
 
     @property
     def is_largest(self) -> bool:
         """Whether rows may have no more room."""
-        return self.room >= _most_room(self.table.rows[..., 0].numel())
+        return self.room >= _most_room(sum(table.rows[..., 0].numel() for table in self.tables))
 
 
-def _most_room(lines: int) -> int:
-    return max(1, _MOST_BYTES // (16 * max(lines, 1)))
+def _most_room(rows: int) -> int:
+    return max(1, _MOST_BYTES // (16 * max(rows, 1)))
 
 
-# ---------------------------------------------------------------- one table
+# ---------------------------------------------------------------- tables
 class _Kind(NamedTuple):
     """What decides a recipe, in a form that is quick to look up."""
 
@@ -76,57 +87,65 @@ class _Kind(NamedTuple):
     wide_numbers: tuple[bool, ...]
     sizes: tuple[int, int]  # groups that differ, (batch, heads)
     lengths: tuple[int, int]
-    tile: tuple[int, int]
-    is_transposed: bool
+    cuts: tuple[Cut, ...]
     room: int
     target: Target
     device: torch.device
 
 
 class _Recipe(NamedTuple):
-    """The two launches of a table, the shape of its rows, its further spans, and slots whose trees are read."""
+    """The two launches, where each table's rows begin and how many lines it has, and slots whose trees are read."""
 
     rows: Starts
     order: Starts
-    shape: tuple[int, int, int]
-    extra: int
+    room: int
+    total: int
+    places: tuple[tuple[int, int], ...]
     ranged: tuple[int, ...]
     valued: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
 def _recipe(kind: _Kind) -> _Recipe:
-    (batch, heads), (q_len, kv_len), tile = kind.sizes, kind.lengths, kind.tile
-    own, other = (kv_len, q_len) if kind.is_transposed else (q_len, kv_len)
-    own_tile, other_tile = tile[::-1] if kind.is_transposed else tile
-    groups, lines = batch * heads, -(-own // own_tile)
+    (batch, heads), (q_len, kv_len) = kind.sizes, kind.lengths
+    groups = batch * heads
+    lines = [-(-kv_len // c.kv_tile) if c.by_column else -(-q_len // c.q_tile) for c in kind.cuts]
+    starts = [groups * sum(lines[:n]) for n in range(len(lines))]
+    chunks = [-(-n // _ORDER.BLOCK_M) for n in lines]
+    total = groups * sum(lines)
     spec = KernelSpec(
         kernel="block_map", target=kind.target, config=_ROW, qk_dim=0, v_dim=0, layouts=(), mask=kind.program,
         captures=kind.captures, wide_numbers=kind.wide_numbers, wide_lengths=any_wide((batch, heads, q_len, kv_len)),
-        is_transposed=kind.is_transposed,
     )  # fmt: skip
     order = KernelSpec(kernel="order", target=kind.target, config=_ORDER, qk_dim=0, v_dim=0, layouts=())
     _, rows_kernel = first_that_builds([spec], kind.device)
     _, order_kernel = first_that_builds([order], kind.device)
-    numbers = {"heads": heads, "own_tile": own_tile, "other_tile": other_tile, "own_len": own, "other_len": other,
-               "lines": lines, "room": kind.room, "trees": (0,)}  # fmt: skip
-    chunks = -(-lines // _ORDER.BLOCK_M)
+    room = min(kind.room, _most_room(total))
+    cut = [(c.q_tile, c.kv_tile, int(c.by_column), start) for c, start in zip(kind.cuts, starts)]
+    lined = [(n, 0, 0, groups * sum(chunks[:at])) for at, n in enumerate(lines)]
+    numbers = {"heads": heads, "q_len": q_len, "kv_len": kv_len, "room": room, "tables": _flat(cut), "trees": (0,)}
     return _Recipe(
-        rows_kernel.fix(groups * lines, numbers, changing=("caps",)),
-        order_kernel.fix(groups * chunks, {"lines": lines}),
-        (groups, lines, 12),
-        max(1, groups * lines * 2 * kind.room),
+        rows_kernel.fix(total, numbers, changing=("caps",)),
+        order_kernel.fix(groups * sum(chunks), {"tables": _flat(lined), "groups": groups}),
+        room,
+        total,
+        tuple(zip(starts, lines)),
         spec.ranged,
         spec.valued,
     )
 
 
-def build_table(
+def _flat(tables: list[tuple[int, int, int, int]]) -> tuple[int, ...]:
+    """The kernels' argument; tables that there are not begin after all programs."""
+    missing = [(1, 1, 0, _NO_PROGRAM)] * (MOST_TABLES - len(tables))
+    return tuple(n for table in (*tables, *missing) for n in table)
+
+
+def build_tables(
     predicate: PredicateMask,
-    config: TileConfig,
+    cuts: tuple[Cut, ...],
     target: Target,
     *,
-    transposed: bool,
     room: int,
     told: Tensor | None = None,
 ) -> Built:
@@ -134,42 +153,37 @@ def build_table(
 
     Args:
         predicate: a mask with a function, of at least one query and one key.
-        config: the tiles.
+        cuts: of the tables, at most MOST_TABLES.
         target: where it runs; the interpreter takes CPU tensors.
-        transposed: rows are tiles of keys.
-        room: spans of a kind that a row shall have room for; fewer where the table would be too large.
-        told: int32 [1] that a kernel can write to, also in the host's memory: gets `needed` once the table is there.
+        room: spans of a kind that a row shall have room for; fewer where the tables would be too large.
+        told: int32 [1] that a kernel can write to, also in the host's memory: gets `needed` once the tables are there.
 
     Returns:
-        The table, the room its rows have and, on the device, how much they needed.
+        The tables, the room their rows have and, on the device, how much they needed.
     """
-    traced, device, (batch, heads), lengths = (
-        predicate.traced,
-        predicate.device,
-        predicate.shared_sizes,
-        predicate.lengths,
-    )
+    traced, device, (batch, heads) = predicate.traced, predicate.device, predicate.shared_sizes
     assert traced is not None
     program, numbers = traced.program, traced.binding.numbers
-    captures, tile = place_captures(traced, device, "mask_mod"), (config.BLOCK_M, config.BLOCK_N)
-    lines = -(-lengths[1] // tile[1]) if transposed else -(-lengths[0] // tile[0])
-    room = min(room, _most_room(batch * heads * lines))
+    captures = place_captures(traced, device, "mask_mod")
     layouts, wide = tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers))
-    kind = _Kind(program, layouts, wide, (batch, heads), lengths, tile, transposed, room, target, device)
-    recipe = _recipe(kind)
-    unsorted, rows = (torch.empty(recipe.shape, dtype=torch.int32, device=device) for _ in range(2))
-    extra = torch.empty(recipe.extra, 2, dtype=torch.int32, device=device)
-    needed = _zero(device)
-    wild = _wild(predicate, captures) if may_wrap(program.body, numbers) else None
+    recipe = _recipe(_Kind(program, layouts, wide, (batch, heads), predicate.lengths, cuts, room, target, device))
+    zero = _Zeros(device)
+    total, made = recipe.total, recipe.total * _ROW_INTS
+    unsorted = torch.empty(made, dtype=torch.int32, device=device)
+    buffer = torch.empty(made + 4 * total * recipe.room, dtype=torch.int32, device=device)
+    extra, needed = buffer.as_strided((2 * total * recipe.room, 2), (2, 1), made), zero.fresh()
+    wild = _wild(predicate, captures) if may_wrap(program.body, numbers) else zero.lasting()
     arguments = {
-        "ROWS": unsorted, "EXTRA": extra, "NEEDED": needed, "WILD": _zero(device, again=True) if wild is None else wild,
-        "caps": flat_arguments(captures, numbers), "trees": _trees(predicate, captures, recipe, target),
+        "ROWS": unsorted, "EXTRA": extra, "NEEDED": needed, "WILD": wild, "caps": flat_arguments(captures, numbers),
+        "trees": _trees(predicate, captures, recipe, target, zero),
     }  # fmt: skip
     recipe.rows(arguments, device=device)
-    arguments = {"UNSORTED": unsorted, "ROWS": rows, "NEEDED": needed, "TOLD": needed if told is None else told}
+    arguments = {"UNSORTED": unsorted, "ROWS": buffer, "NEEDED": needed, "TOLD": needed if told is None else told}
     recipe.order(arguments, device=device)
-    stats.record_device_table()
-    return Built(DeviceTable(rows, extra, batch, heads), room, needed)
+    stats.record_device_tables(len(cuts))
+    shape = lambda lines: ((batch * heads, lines, _ROW_INTS), (lines * _ROW_INTS, _ROW_INTS, 1))
+    rows = [buffer.as_strided(*shape(lines), start * _ROW_INTS) for start, lines in recipe.places]
+    return Built(tuple(DeviceTable(r, extra, batch, heads) for r in rows), recipe.room, needed)
 
 
 # ---------------------------------------------------------------- zeros
@@ -178,23 +192,35 @@ _ZEROS: dict[tuple[torch.device, int], Iterator[Tensor]] = {}
 _STAYS: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _zero(device: torch.device, *, again: bool = False) -> Tensor:
-    """int32 [1] that is 0 on the current stream: one that nobody else has, or one that stays 0. Many are made at once, as a
-    launch takes as long as all else that a table costs; a CUDA graph has its own, which it sets to 0 at every replay."""
-    if is_capturing(device):
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device, stream_of(device))
-    with _LOCK:
-        if again and key in _STAYS:
-            return _STAYS[key]
-        found = next(_ZEROS.get(key, iter(())), None)
-        if found is None:
-            with torch.inference_mode(False):
-                _ZEROS[key] = iter(torch.zeros(_ZEROS_AT_ONCE, dtype=torch.int32, device=device).split(1))
-            found = next(_ZEROS[key])
-        if again:
-            _STAYS[key] = found
-        return found
+class _Zeros:
+    """Where int32 [1] that are 0 on the current stream come from. Many are made at once, as a launch takes as long as all else
+    that tables cost; a CUDA graph has its own, which it sets to 0 at every replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._key = device, (device, stream_of(device))
+        self._is_capturing = is_capturing(device)
+
+    def fresh(self) -> Tensor:
+        """One that nobody else has."""
+        if self._is_capturing:
+            return torch.zeros(1, dtype=torch.int32, device=self._device)
+        with _LOCK:
+            found = next(_ZEROS.get(self._key, iter(())), None)
+            if found is None:
+                with torch.inference_mode(False):
+                    zeros = torch.zeros(_ZEROS_AT_ONCE, dtype=torch.int32, device=self._device)
+                _ZEROS[self._key] = iter(zeros.split(1))
+                found = next(_ZEROS[self._key])
+            return found
+
+    def lasting(self) -> Tensor:
+        """One that stays 0."""
+        stays = None if self._is_capturing else _STAYS.get(self._key)
+        if stays is None:
+            stays = self.fresh()
+            if not self._is_capturing:
+                _STAYS[self._key] = stays
+        return stays
 
 
 # ---------------------------------------------------------------- captured tensors over ranges
@@ -206,48 +232,45 @@ class Tree(NamedTuple):
     sets: Tensor
 
 
-def _trees(predicate: PredicateMask, captures: tuple[Tensor, ...], recipe: _Recipe, target: Target) -> tuple[Any, ...]:
+def _trees(
+    predicate: PredicateMask, captures: tuple[Tensor, ...], recipe: _Recipe, target: Target, zero: _Zeros
+) -> tuple[Any, ...]:
     """The trees that bounds read, in the order of the kernel's argument; each is made once a mask."""
     if not recipe.ranged and not recipe.valued:
         return (0,)
     made: dict[int, Tree] = {}
     for slot in {*recipe.ranged, *recipe.valued}:
-        made[slot] = kept.once(predicate, ("tree", slot), lambda slot=slot: build_tree(captures[slot], target))  # type: ignore[misc]
+        make = lambda slot=slot: build_tree(captures[slot], target, zero.fresh())
+        made[slot] = kept.once(predicate, ("tree", slot), make)
     return (*(made[slot].ends for slot in recipe.ranged), *(made[slot].sets for slot in recipe.valued))
 
 
-def build_tree(tensor: Tensor, target: Target) -> Tree:
+def build_tree(tensor: Tensor, target: Target, done: Tensor) -> Tree:
     """A tree with a node for every 64 elements, for every 4 of those and so on.
 
     Each level has place for a quarter of the nodes of the one below it, the lowest for a power of 4, so that a kernel finds
-    levels by arithmetic; what lies between is not written."""
+    levels by arithmetic; what lies between is not written. `done` is int32 [1], 0 and nobody else's."""
     data = tensor.detach().contiguous().reshape(-1)
     data = data.view(torch.uint8) if data.dtype == torch.bool else data
     layout, device = capture_layout(data), data.device
-    nodes, starts = _tree_recipe(layout, data.numel(), target, device)
+    nodes, start = _tree_recipe(layout, data.numel(), target, device)
     dtype = torch.int64 if tree_type(layout) == "*i64" else torch.int32
     ends, sets = (
         torch.empty(shape, dtype=kind, device=device) for shape, kind in (((nodes, 2), dtype), (nodes, torch.int64))
     )
-    arguments = {"DATA": data, "TREE": ends, "SETS": sets}
-    for start in starts:
-        start(arguments, device=device)
+    start({"DATA": data, "TREE": ends, "SETS": sets, "DONE": done}, device=device)
     return Tree(ends, sets)
 
 
 @lru_cache(maxsize=1024)
-def _tree_recipe(layout: CaptureLayout, length: int, target: Target, device: torch.device) -> tuple[int, list[Starts]]:
-    """Nodes of a tree, and the launches that fill it: one for the lower levels, one for those above where there are any."""
+def _tree_recipe(layout: CaptureLayout, length: int, target: Target, device: torch.device) -> tuple[int, Starts]:
+    """Nodes of a tree, and the launch that fills it."""
     width = 1
     while width * 64 < length:
         width *= 4
     programs = max(1, -(-length // 4096))
-    steps = [("ranges", _LEAVES, programs)] + ([("ranges_above", _UPPER, 1)] if programs > 1 else [])
-    starts = []
-    for name, config, grid in steps:
-        _, kernel = first_that_builds([KernelSpec(name, target, config, 0, 0, layouts=(), captures=(layout,))], device)
-        starts.append(kernel.fix(grid, {"length": length}))
-    return (width * 4 - 1) // 3, starts
+    _, kernel = first_that_builds([KernelSpec("ranges", target, _RANGES, 0, 0, layouts=(), captures=(layout,))], device)
+    return (width * 4 - 1) // 3, kernel.fix(programs, {"length": length, "programs": programs})
 
 
 # ---------------------------------------------------------------- integers that wrap around
@@ -277,4 +300,4 @@ def _any_larger(captures: tuple[Tensor, ...], bits: int, device: torch.device) -
     return larger
 
 
-__all__ = ["Built", "DeviceTable", "Tree", "build_table", "build_tree"]
+__all__ = ["Built", "Cut", "DeviceTable", "Tree", "build_tables", "build_tree"]

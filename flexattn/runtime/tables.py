@@ -7,45 +7,45 @@ kernel has one way to walk, and the compiler needs fewer registers than for a lo
 from __future__ import annotations
 
 import functools
-from typing import cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from flexattn.codegen.tile_config import TileConfig
-from flexattn.runtime.block_map import DeviceTable, device_table
+from flexattn.runtime.block_map import Cut, DeviceTable, device_tables
 from flexattn.runtime.device import is_capturing, stream_of
 from flexattn.runtime.plan import Problem
 
+if TYPE_CHECKING:
+    from flexattn.frontend.block_mask import BlockMask
 
-def table_of(problem: Problem, config: TileConfig, *, transposed: bool) -> DeviceTable:
+
+def table_of(problem: Problem, cut: Cut) -> DeviceTable:
     """The table a kernel walks.
 
     Args:
         problem: the call.
-        config: BLOCK_M by BLOCK_N are the tiles.
-        transposed: rows are tiles of keys.
+        cut: the kernel's tiles, and whether it walks a column of them.
     """
-    made = problem.tables.get((config.BLOCK_M, config.BLOCK_N, transposed))
+    made = problem.tables.get(cut)
     if made is not None:
         return cast(DeviceTable, made)
     if problem.block_mask is not None:
-        return device_table(problem.block_mask, config, transposed=transposed)
+        return device_tables(problem.block_mask, (cut,))[0]
     device = problem.q.device
-    own, other = (problem.q.shape[2], config.BLOCK_M), (problem.k.shape[2], config.BLOCK_N)
-    sizes = (*other, *own) if transposed else (*own, *other)
+    own, other = (problem.q.shape[2], cut.q_tile), (problem.k.shape[2], cut.kv_tile)
+    sizes = (*other, *own) if cut.by_column else (*own, *other)
     if is_capturing(device):  # what a graph's capture makes belongs to that graph
         return full_table.__wrapped__(*sizes, device)
     return full_table(*sizes, device, stream_of(device))
 
 
-def prepare_table(problem: Problem, config: TileConfig, *, transposed: bool) -> None:
-    """Makes the table that `table_of` will find; arguments as of `table_of`. It is kept with the mask where that may be used
-    again, and otherwise (a CUDA graph's capture, tensors of inference mode) with the call."""
-    key = (config.BLOCK_M, config.BLOCK_N, transposed)
-    table = table_of(problem, config, transposed=transposed)
-    predicate = None if problem.block_mask is None else problem.block_mask.predicate
-    if predicate is None or key not in predicate.tables:
-        problem.tables[key] = table
+def prepare_tables(problem: Problem, mask: BlockMask, cuts: Sequence[Cut]) -> None:
+    """Makes the tables of a call's mask that `table_of` will find, all together. They are kept with the mask where that may be
+    used again, and otherwise (a CUDA graph's capture, tensors of inference mode) with the call."""
+    tables = device_tables(mask, cuts)
+    if mask.predicate is None or not mask.predicate.tables.keys() >= set(cuts):
+        problem.tables.update(zip(cuts, tables))
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,4 +82,4 @@ def full_table(
     return DeviceTable(rows, rows.new_zeros(1, 2), 1, 1)
 
 
-__all__ = ["full_table", "prepare_table", "table_of"]
+__all__ = ["Cut", "full_table", "prepare_tables", "table_of"]

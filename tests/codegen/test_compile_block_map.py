@@ -20,12 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 FAST = (80, 90, 100, GFX942)  # the others have 80's code, but for the number that is written into it
 SPILLS = 96  # bytes a thread; the most today is 68, in the slow path of a sine
-ROW, ORDER, LEAVES, UPPER = (
-    TileConfig(64, 64, 1, 1),
-    TileConfig(64, 128, 4, 1),
-    TileConfig(64, 64, 4, 1),
-    TileConfig(256, 4, 4, 1),
-)
+ROW, ORDER, RANGES = TileConfig(64, 64, 1, 1), TileConfig(64, 128, 4, 1), TileConfig(64, 64, 4, 1)
 IDS, FIRST, WINDOW = torch.zeros(9, dtype=torch.int32), torch.zeros(9, dtype=torch.int64), 9
 PADDING, ROWS, VALUES = torch.zeros(2, 9, dtype=torch.bool), torch.zeros(9, 9, dtype=torch.bool), torch.zeros(9)
 MASKS = {
@@ -72,12 +67,9 @@ def test_builder(name: str, arch: int) -> None:
     assert name != "causal" or used.registers <= 168
 
 
-@pytest.mark.parametrize(
-    "fields", [{"is_transposed": True}, {"wide_lengths": True}], ids=["transposed", "wide lengths"]
-)
-def test_builder_in_other_classes(fields: dict[str, bool]) -> None:
-    builder("dilated", 90, **fields)
-    builder("padding", 90, **fields)
+def test_builder_with_wide_lengths() -> None:
+    builder("dilated", 90, wide_lengths=True)
+    builder("padding", 90, wide_lengths=True)
 
 
 def test_builder_with_wide_numbers_and_captured_tensors() -> None:
@@ -86,11 +78,10 @@ def test_builder_with_wide_numbers_and_captured_tensors() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("arch", TARGETS)
-def test_builder_of_every_kind_of_mask(name: str, arch: int, is_transposed: bool) -> None:
-    builder(name, arch, is_transposed=is_transposed)
+def test_builder_of_every_kind_of_mask(name: str, arch: int) -> None:
+    builder(name, arch)
 
 
 @pytest.mark.parametrize("arch", FAST)
@@ -103,20 +94,17 @@ def test_order(arch: int) -> None:
 )
 @pytest.mark.parametrize("arch", FAST)
 def test_trees(arch: int, layout: CaptureLayout) -> None:
-    compiled("ranges", arch, LEAVES, captures=(layout,))
-    compiled("ranges_above", arch, UPPER, captures=(layout,))
+    compiled("ranges", arch, RANGES, captures=(layout,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["u8", "i8", "i16", "u16", "u32", "i32", "i64"])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_trees_of_every_type(arch: int, dtype: str) -> None:
-    compiled("ranges", arch, LEAVES, captures=(CaptureLayout(dtype, 1, False),))
-    compiled("ranges_above", arch, UPPER, captures=(CaptureLayout(dtype, 1, False),))
+    compiled("ranges", arch, RANGES, captures=(CaptureLayout(dtype, 1, False),))
 
 
 def test_the_runtime_asks_for_these_tiles() -> None:
     from flexattn.runtime import table_builder
 
-    assert (table_builder._ROW, table_builder._ORDER) == (ROW, ORDER)
-    assert (table_builder._LEAVES, table_builder._UPPER) == (LEAVES, UPPER)
+    assert (table_builder._ROW, table_builder._ORDER, table_builder._RANGES) == (ROW, ORDER, RANGES)

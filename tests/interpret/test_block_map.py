@@ -15,11 +15,10 @@ from torch import Tensor
 from flexattn import BlockMask, create_block_mask
 from flexattn.codegen.skeletons import block_map as skeleton
 from flexattn.codegen.target import INTERPRETER
-from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import CaptureIndexError
 from flexattn.runtime import block_map, settings, table_builder
 from flexattn.runtime.block_map import usual_spans
-from flexattn.runtime.table_builder import Built, build_table, build_tree
+from flexattn.runtime.table_builder import Built, Cut, build_tables, build_tree
 from tests.frontend.mask_families import BATCH, HEADS, families
 from tests.frontend.mask_fuzz import Sizes, predicate
 from tests.frontend.test_mask_fuzz import budget
@@ -31,26 +30,20 @@ MASKS = families(N)
 ROOM = 64
 
 
-def tiles_of(m: int, n: int) -> TileConfig:
-    return TileConfig(m, n, 4, 1)
-
-
 def check(
     mask_mod: Callable[..., Any], lengths: tuple[int, int], tile: tuple[int, int], *, room: int = ROOM,
     sizes: tuple[int, int] = (BATCH, HEADS), directions: tuple[bool, ...] = (False, True),
-) -> list[Built]:  # fmt: skip
-    """Both tables of a mask equal its tile map; returns what was built."""
+) -> Built:  # fmt: skip
+    """Both tables of a mask, made together, equal its tile map; returns what was built."""
     predicate = create_block_mask(mask_mod, *sizes, *lengths, device="cpu").predicate
     assert predicate is not None
     tiles = predicate.tile_map(*tile)
-    found = []
-    for transposed in directions:
-        built = build_table(predicate, tiles_of(*tile), INTERPRETER, transposed=transposed, room=room)
-        assert (built.table.batch, built.table.heads) == (tiles.batch, tiles.heads)
-        assert int(built.needed) == 0 and built.room == room
-        check_table(built.table, tiles, transposed=transposed)
-        found.append(built)
-    return found
+    built = build_tables(predicate, tuple(Cut(*tile, x) for x in directions), INTERPRETER, room=room)
+    assert int(built.needed) == 0 and built.room == room
+    for transposed, table in zip(directions, built.tables, strict=True):
+        assert (table.batch, table.heads) == (tiles.batch, tiles.heads)
+        check_table(table, tiles, transposed=transposed)
+    return built
 
 
 @pytest.mark.parametrize(
@@ -141,7 +134,7 @@ def test_documents_in_no_order_and_tables_of_blocks_are_not_evaluated(monkeypatc
     }
     for name, (mask_mod, lengths, tile) in masks.items():
         found = check(mask_mod, lengths, tile, sizes=(1, 1), directions=(False,))
-        assert len(found) == 1, name
+        assert len(found.tables) == 1, name
 
 
 # ---------------------------------------------------------------- rows that do not fit
@@ -169,11 +162,11 @@ def test_rows_of_too_many_spans_are_one_partial_span(transposed: bool) -> None:
         predicate, tile = create_block_mask(comb, None, None, 30, 90, device="cpu").predicate, (8, 3)
     exact = expected_of(predicate.tile_map(*tile), transposed=transposed)[0]
     for room, needs in ((1, 5), (4, 5), (5, 0)):
-        built = build_table(predicate, tiles_of(*tile), INTERPRETER, transposed=transposed, room=room)
-        wanted, needed = degraded(exact, room)
-        assert torch.equal(dense_of(built.table, lines=4, cells=30)[0], wanted)
+        built = build_tables(predicate, (Cut(*tile, transposed),), INTERPRETER, room=room)
+        (table,), (wanted, needed) = built.tables, degraded(exact, room)
+        assert torch.equal(dense_of(table, lines=4, cells=30)[0], wanted)
         assert int(built.needed) == needed == needs
-        assert len(built.table.extra) == 4 * 2 * room
+        assert len(table.extra) == 4 * 2 * room
 
 
 class LateReport:
@@ -228,7 +221,7 @@ def striped(n: int) -> BlockMask:
 
 
 def kept_table(mask: BlockMask) -> Any:
-    return block_map._table_on_device(mask.predicate, tiles_of(4, 4), False)
+    return block_map._tables_on_device(mask.predicate, [Cut(4, 4, False)])[0]
 
 
 def test_a_table_grows_once_the_device_has_said_how_much_its_rows_need(late: type[LateReport]) -> None:
@@ -249,6 +242,7 @@ def test_a_table_that_would_be_too_large_has_less_room_and_says_so(
     late: type[LateReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_builder, "_MOST_BYTES", 2 * 3 * 16)  # two rows with room for 3
+    monkeypatch.setattr(table_builder, "_recipe", table_builder._recipe.__wrapped__)  # none that was made before
     mask, late.has_arrived = striped(48), True
     kept_table(mask)  # with room for 2
     with pytest.warns(settings.FlexPerformanceWarning, match="6 runs of tiles and its table room for 3"):
@@ -307,7 +301,7 @@ def test_captured_tensors_of_every_kind() -> None:
 def check_tree(data: Tensor) -> None:
     """(least, greatest) and the set of values of every 64 elements, of every 4 such groups and so on to one; levels are a
     quarter of the one below."""
-    (tree, sets), values = build_tree(data, INTERPRETER), data.reshape(-1).long()
+    (tree, sets), values = build_tree(data, INTERPRETER, torch.zeros(1, dtype=torch.int32)), data.reshape(-1).long()
     width = 4 ** next(n for n in range(20) if 64 * 4**n >= len(values))
     assert len(tree) == len(sets) == (4 * width - 1) // 3
     at, step = 0, 64
@@ -329,7 +323,9 @@ def test_trees_hold_the_extremes_of_their_ranges(length: int, dtype: torch.dtype
 
 
 def test_tree_of_an_empty_tensor_is_zero() -> None:
-    assert build_tree(torch.zeros(0, 5, dtype=torch.int64), INTERPRETER).ends[0].tolist() == [0, 0]
+    assert build_tree(torch.zeros(0, 5, dtype=torch.int64), INTERPRETER, torch.zeros(1, dtype=torch.int32)).ends[
+        0
+    ].tolist() == [0, 0]
 
 
 def test_tree_of_truth_values_and_of_a_tensor_that_is_not_contiguous() -> None:

@@ -1,6 +1,6 @@
 """Span tables made on a GPU: the CPU's maps for every mask, kept, shared between streams, recorded in CUDA graphs, and grown.
 
-What `build_table` computes is also tested without a GPU, in Triton's interpreter (tests/interpret/test_block_map.py).
+What `build_tables` computes is also tested without a GPU, in Triton's interpreter (tests/interpret/test_block_map.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from torch import Tensor
 
 import flexattn
 from flexattn import BlockMask, create_block_mask, flex_attention
-from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import StaleMaskError
 from flexattn.frontend.tile_map import TileMap
 from flexattn.runtime import block_map, settings, table_builder
-from flexattn.runtime.block_map import device_table
+from flexattn.runtime.block_map import Cut, DeviceTable, device_tables
 from flexattn.runtime.device import target_for
-from flexattn.runtime.table_builder import Built, build_table
+from flexattn.runtime.table_builder import Built, build_tables
 from tests.frontend import library_masks
 from tests.frontend.library_masks import LIBRARY
 from tests.frontend.mask_families import BATCH, HEADS, families
@@ -41,13 +40,13 @@ def _nothing_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.full((1 << 22,), 2**30, dtype=torch.int32, device=GPU)
 
 
-def tiles_of(m: int, n: int) -> TileConfig:
-    return TileConfig(m, n, 4, 1)
-
-
-def built(mask: BlockMask, tile: tuple[int, int], *, transposed: bool, room: int = 128) -> Built:
+def built(mask: BlockMask, *cuts: Cut, room: int = 128) -> Built:
     assert mask.predicate is not None
-    return build_table(mask.predicate, tiles_of(*tile), target_for(GPU), transposed=transposed, room=room)
+    return build_tables(mask.predicate, cuts, target_for(GPU), room=room)
+
+
+def device_table(mask: BlockMask, q_tile: int, kv_tile: int, *, transposed: bool) -> DeviceTable:
+    return device_tables(mask, [Cut(q_tile, kv_tile, transposed)])[0]
 
 
 def cpu_map(mask: BlockMask, tile: tuple[int, int]) -> TileMap:
@@ -59,11 +58,11 @@ def check_both(mask: BlockMask, tiles: tuple[tuple[int, int], ...] = TILES) -> N
     on_cpu = mask.to("cpu")
     for at, tile in enumerate(tiles):
         wanted = on_cpu.tile_map(*tile)
-        for transposed in (False, True):
-            found = built(mask, tile, transposed=transposed)
-            assert (found.table.batch, found.table.heads) == (wanted.batch, wanted.heads)
-            assert int(found.needed) == 0
-            check_table(found.table, wanted, transposed=transposed)
+        found = built(mask, Cut(*tile, False), Cut(*tile, True))
+        assert int(found.needed) == 0
+        for transposed, table in zip((False, True), found.tables):
+            assert (table.batch, table.heads) == (wanted.batch, wanted.heads)
+            check_table(table, wanted, transposed=transposed)
         if at == 0:
             flexattn.reset_stats()
     assert flexattn.stats().builds.total() == 0
@@ -84,7 +83,7 @@ def test_library_masks_have_the_tables_of_the_cpu(name: str) -> None:
     if mask.predicate is not None and mask.predicate.traced is not None:
         check_both(mask, TILES[:3])
     else:
-        check_table(device_table(mask, tiles_of(64, 64), transposed=True), cpu_map(mask, (64, 64)), transposed=True)
+        check_table(device_table(mask, 64, 64, transposed=True), cpu_map(mask, (64, 64)), transposed=True)
 
 
 def test_values_build_no_kernel_again() -> None:
@@ -94,8 +93,8 @@ def test_values_build_no_kernel_again() -> None:
         mask_mod = lambda b, h, q_idx, kv_idx: (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx - kv_idx < window)
         mask = create_block_mask(mask_mod, batch, None, q_len, kv_len, device=GPU)
         for transposed in (False, True):
-            found = built(mask, tile, transposed=transposed, room=32 + batch)
-            check_table(found.table, cpu_map(mask, tile), transposed=transposed)
+            (table,) = built(mask, Cut(*tile, transposed), room=32 + batch).tables
+            check_table(table, cpu_map(mask, tile), transposed=transposed)
 
     draw = lambda batch, n, most: torch.randint(0, most, (batch, n), device=GPU).sort(1).values
     check(5, 1, 100, 100, draw(1, 100, 3))
@@ -122,7 +121,7 @@ def test_scalars_on_the_cpu_come_along() -> None:
     offset = torch.tensor(37)
     mask_mod = lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
     mask = create_block_mask(mask_mod, None, None, 200, 300, device=GPU)
-    check_table(device_table(mask, tiles_of(64, 64), transposed=False), cpu_map(mask, (64, 64)), transposed=False)
+    check_table(device_table(mask, 64, 64, transposed=False), cpu_map(mask, (64, 64)), transposed=False)
 
 
 # ---------------------------------------------------------------- kept, grown, stale
@@ -139,16 +138,16 @@ def is_degraded(table: Any, mask: BlockMask) -> bool:
 
 
 def test_a_table_grows_after_the_device_has_said_that_rows_did_not_fit() -> None:
-    mask, tile = stripes(64 * 100), tiles_of(64, 64)
+    mask, tile = stripes(64 * 100), (64, 64)
     flexattn.reset_stats()
-    assert is_degraded(device_table(mask, tile, transposed=False), mask)
+    assert is_degraded(device_table(mask, *tile, transposed=False), mask)
     torch.cuda.synchronize()
-    grown = device_table(mask, tile, transposed=False)
+    grown = device_table(mask, *tile, transposed=False)
     check_table(grown, cpu_map(mask, (64, 64)), transposed=False)
-    assert device_table(mask, tile, transposed=False).rows is grown.rows
+    assert device_table(mask, *tile, transposed=False).rows is grown.rows
     assert flexattn.stats().mask_builds["device"] == 2
     fresh = stripes(64 * 90)  # another mask of the same structure has room from the start
-    check_table(device_table(fresh, tile, transposed=False), cpu_map(fresh, (64, 64)), transposed=False)
+    check_table(device_table(fresh, *tile, transposed=False), cpu_map(fresh, (64, 64)), transposed=False)
     assert flexattn.stats().builds["block_map"] <= 1
 
 
@@ -162,17 +161,18 @@ def deterministic() -> Iterator[None]:
 
 def test_a_deterministic_table_has_grown_at_once(deterministic: None) -> None:
     mask = stripes(64 * 80)
-    check_table(device_table(mask, tiles_of(64, 64), transposed=False), cpu_map(mask, (64, 64)), transposed=False)
+    check_table(device_table(mask, 64, 64, transposed=False), cpu_map(mask, (64, 64)), transposed=False)
 
 
 def test_a_table_that_may_not_grow_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_builder, "_MOST_BYTES", 4 * 8 * 16)  # four rows of 8 spans of a kind
+    monkeypatch.setattr(table_builder, "_recipe", table_builder._recipe.__wrapped__)  # none that was made before
     settings.forget_warnings()
-    mask, tile = stripes(64 * 60), tiles_of(64, 64)
-    first = device_table(mask, tile, transposed=False)
+    mask, tile = stripes(64 * 60), (64, 64)
+    first = device_table(mask, *tile, transposed=False)
     torch.cuda.synchronize()
     with pytest.warns(settings.FlexPerformanceWarning, match="30 runs of tiles and its table room for 8"):
-        assert device_table(mask, tile, transposed=False).rows is first.rows
+        assert device_table(mask, *tile, transposed=False).rows is first.rows
     assert is_degraded(first, mask)
 
 
@@ -189,12 +189,12 @@ def test_degraded_tables_give_the_same_attention() -> None:
 def test_a_mask_whose_tensors_changed_is_stale() -> None:
     ids = torch.arange(300, device=GPU) // 50
     mask = create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 300, 300, device=GPU)
-    kept = device_table(mask, tiles_of(64, 64), transposed=False)
-    assert device_table(mask, tiles_of(64, 64), transposed=False).rows is kept.rows
+    kept = device_table(mask, 64, 64, transposed=False)
+    assert device_table(mask, 64, 64, transposed=False).rows is kept.rows
     ids += 1
     for tile in (64, 32):
         with pytest.raises(StaleMaskError, match="has changed since the BlockMask was created"):
-            device_table(mask, tiles_of(tile, 64), transposed=False)
+            device_table(mask, tile, 64, transposed=False)
 
 
 def test_tensors_of_inference_mode_are_read_again_every_time() -> None:
@@ -202,7 +202,7 @@ def test_tensors_of_inference_mode_are_read_again_every_time() -> None:
         ids = torch.arange(300, device=GPU) // 50
         mask = create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 300, 300, device=GPU)
         for _ in range(2):
-            table = device_table(mask, tiles_of(64, 64), transposed=True)
+            table = device_table(mask, 64, 64, transposed=True)
             check_table(table, cpu_map(mask, (64, 64)), transposed=True)
             ids.copy_(ids.flip(0) // 2)
 
@@ -217,10 +217,7 @@ def test_memory_of_long_masks() -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(GPU)
         before = torch.cuda.memory_allocated(GPU)
-        tables = [
-            device_table(mask, tiles_of(*tile), transposed=transposed)
-            for tile, transposed in (((128, 64), False), ((64, 64), False), ((64, 64), True))
-        ]
+        tables = device_tables(mask, [Cut(128, 64, False), Cut(64, 64, False), Cut(64, 64, True)])
         torch.cuda.synchronize()
         assert torch.cuda.max_memory_allocated(GPU) - before < 3 << 20
         check_few_rows(tables[1], n // 64)
@@ -236,13 +233,13 @@ def check_few_rows(table: Any, lines: int) -> None:
 
 def test_long_masks_of_floats_are_proved_by_the_tile_map() -> None:
     """Whose bounds follow floats; the builder's do not, and evaluating every pair would take seconds."""
-    n, tile = 1 << 17, tiles_of(128, 128)
+    n, tile = 1 << 17, (128, 128)
     near = lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() * 0.5 < 300.25
     flexattn.reset_stats()
-    table = device_table(create_block_mask(near, None, None, n, n, device=GPU), tile, transposed=False)
+    table = device_table(create_block_mask(near, None, None, n, n, device=GPU), *tile, transposed=False)
     assert flexattn.stats().mask_builds == {"proved": 1}
     assert table.rows[0, :, 1:3].sum(1).max() == 11
-    device_table(create_block_mask(near, None, None, 4096, n // 2, device=GPU), tile, transposed=False)
+    device_table(create_block_mask(near, None, None, 4096, n // 2, device=GPU), *tile, transposed=False)
     assert flexattn.stats().mask_builds == {"proved": 1, "device": 1}
 
 
@@ -255,7 +252,7 @@ def test_counted_as_made_by_the_device() -> None:
     out.sum().backward()
     assert flexattn.stats().mask_builds == {"device": made}  # the backward pass makes none
     launches = flexattn.stats().launches
-    assert launches["block_map"] == launches["order"] == made
+    assert launches["block_map"] == launches["order"] == 1
 
 
 # ---------------------------------------------------------------- streams and graphs
@@ -266,8 +263,7 @@ def busy(stream: torch.cuda.Stream) -> None:
 
 def test_another_stream_waits_for_the_table_and_for_what_it_is_made_of() -> None:
     def tables_of(mask: BlockMask) -> list[Any]:
-        row, column = (tiles_of(64, 64), False), (tiles_of(128, 32), True)
-        return [device_table(mask, config, transposed=transposed) for config, transposed in (row, column)]
+        return [device_table(mask, 64, 64, transposed=False), device_table(mask, 128, 32, transposed=True)]
 
     ids = torch.arange(3000, device=GPU) // 70
     first_mask, mask = (
@@ -279,7 +275,7 @@ def test_another_stream_waits_for_the_table_and_for_what_it_is_made_of() -> None
     torch.cuda.synchronize()
     busy(first)
     with torch.cuda.stream(first):
-        device_table(mask, tiles_of(64, 64), transposed=False)
+        device_table(mask, 64, 64, transposed=False)
     with torch.cuda.stream(second):  # the second table reads the tree that the first stream makes
         copies = [t._replace(rows=t.rows.clone(), extra=t.extra.clone()) for t in tables_of(mask)]
     assert not first.query(), "the first stream was done before the second one asked"
@@ -296,7 +292,7 @@ def test_the_host_does_not_wait() -> None:
         shifted = create_block_mask(lambda b, h, i, j: i + start[b] > j, 2, None, n, n, device=GPU)
         for mask in (stripes(n), shifted):
             for transposed in (False, True, False):
-                device_table(mask, tiles_of(64, 64), transposed=transposed)
+                device_table(mask, 64, 64, transposed=transposed)
 
     tables(64)  # kernels are built
     torch.cuda.synchronize()

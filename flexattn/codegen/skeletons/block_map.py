@@ -4,7 +4,8 @@ The idea: one program a row of tiles, no list of rectangles. Bounds decide strip
 open is looked at block by block, first by bounds, then at 16 points (one kept and one dropped pair prove a block partial),
 then by the sets of values that captured tensors have there; what is still open is evaluated pair by pair, so the answer is
 exact. Runs come out in order: a row's states are walked from left to right, and every change of state is one end of a span.
-The columns are the same kernel with the axes swapped.
+One launch makes all the tables that a call reads, in tiles of several sizes, by row and by column: a launch takes the host
+longer than the device.
 """
 
 import triton
@@ -15,13 +16,17 @@ from flexattn.codegen.skeletons import leaf_ops
 STRIP = tl.constexpr(64)  # blocks decided at once, one a lane; their states fit the bits of an integer
 FEW = tl.constexpr(4)  # undecided strips that are looked at by block rather than with sets of values
 ROW_INTS = tl.constexpr(12)  # as skeletons/tiles.py reads them
+TABLES = tl.constexpr(3)  # of one launch at most
+TABLE_INTS = tl.constexpr(4)  # that say how one of them is cut, see `_table`
 
 
 # ---------------------------------------------------------------- captured tensors over ranges
 @triton.jit
-def range_leaves(DATA, TREE, SETS, length, IS_WIDE: tl.constexpr):
-    """(least, greatest) of every 64 elements, and of every 4, 16 and 64 such groups, and the sets of their values modulo 64;
-    one program for 4,096 elements."""
+def ranges(DATA, TREE, SETS, DONE, length, programs, IS_WIDE: tl.constexpr):
+    """(least, greatest) of every 64 elements, of every 4 such groups, and so on up to all of them, and the sets of their values
+    modulo 64; one program for 4,096 elements, and the last one to finish makes the levels above those of one program.
+
+    DONE is 0 before, and counts programs."""
     first = tl.program_id(0) * 64
     groups = first + tl.arange(0, 64)
     begin = groups.to(tl.int64) * 64 if IS_WIDE else groups * 64
@@ -48,6 +53,10 @@ def range_leaves(DATA, TREE, SETS, length, IS_WIDE: tl.constexpr):
             least = tl.min(tl.reshape(least, (SIZE >> (2 * level + 2), 4)), 1)
             greatest = tl.max(tl.reshape(greatest, (SIZE >> (2 * level + 2), 4)), 1)
             count = (count + 3) // 4
+    if programs > 1:
+        tl.debug_barrier()  # the other threads of this program have stored
+        if tl.atomic_add(DONE, 1, sem="acq_rel") == programs - 1:
+            _upper_levels(TREE, SETS, length)
 
 
 @triton.jit
@@ -58,12 +67,13 @@ def _joined_pairs(sets, COUNT: tl.constexpr):
 
 
 @triton.jit
-def range_upper(TREE, SETS, length):
-    """The levels above: one program, level by level."""
+def _upper_levels(TREE, SETS, length):
+    """The levels above those of 4,096 elements, one by one."""
     width = leaf_ops.tree_width(length)
     count = (length - 1) // 4096 + 1
     twice_level = count * 0 + 6
     while count > 1:
+        tl.debug_barrier()  # reads what other threads wrote
         below = leaf_ops.tree_level(width, twice_level)
         twice_level += 2
         here = leaf_ops.tree_level(width, twice_level)
@@ -81,7 +91,6 @@ def range_upper(TREE, SETS, length):
             for step in tl.static_range(4):
                 found = found | tl.load(SETS + below + tl.minimum(node * 4 + step, count - 1))
             tl.store(SETS + here + node, found, mask=node < next_count)
-        tl.debug_barrier()  # the next level reads what other threads wrote
         count = next_count
 
 
@@ -94,29 +103,30 @@ def _extent(block, blocks, tile, length):
 
 
 @triton.jit
-def _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, MASK_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+def _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, by_column, MASK_BOUNDS: tl.constexpr):
     """(must, may) of boxes [own_lo, own_hi] x [lo, hi] as 0 and 1 in the shape of lo; undecided where not trusted."""
-    if IS_TRANSPOSED:
-        must, may = MASK_BOUNDS(b, h, lo, hi, own_lo, own_hi, caps, trees)
-    else:
-        must, may = MASK_BOUNDS(b, h, own_lo, own_hi, lo, hi, caps, trees)
+    q_lo, kv_lo = _in_order(own_lo + lo * 0, lo, by_column)
+    q_hi, kv_hi = _in_order(own_hi + lo * 0, hi, by_column)
+    must, may = MASK_BOUNDS(b, h, q_lo, q_hi, kv_lo, kv_hi, caps, trees)
     must = tl.where(must, trusted, 0) + lo * 0
     may = tl.where(may, 1, 1 - trusted) + lo * 0
     return must, may
 
 
 @triton.jit
-def _kept(b, h, own, other, caps, MASK_MOD: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
-    """The mask at points, 0 or 1, in the common shape of own and other."""
-    if IS_TRANSPOSED:
-        kept = MASK_MOD(b, h, other, own, caps)
-    else:
-        kept = MASK_MOD(b, h, own, other, caps)
-    return tl.where(kept, 1, 0) + own * 0 + other * 0
+def _in_order(own, other, by_column):
+    """(queries, keys) of what lies along the table's rows and across them, two vectors of one shape."""
+    return tl.where(by_column > 0, other, own), tl.where(by_column > 0, own, other)
 
 
 @triton.jit
-def _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+def _kept(b, h, q_idx, kv_idx, caps, MASK_MOD: tl.constexpr):
+    """The mask at points, 0 or 1, in the common shape of the indices."""
+    return tl.where(MASK_MOD(b, h, q_idx, kv_idx, caps), 1, 0) + q_idx * 0 + kv_idx * 0
+
+
+@triton.jit
+def _evaluate(b, h, own_lo, own_hi, first, last, caps, by_column, MASK_MOD: tl.constexpr):
     """(some pair is kept, some pair is dropped) of one block, pair by pair until both are known."""
     some = first * 0
     hole = first * 0
@@ -126,7 +136,10 @@ def _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD: tl.constexpr, I
         for start in range(first, last + 1, STRIP):
             other = start + tl.arange(0, STRIP)
             inside = (own <= own_hi)[:, None] & (other <= last)[None, :]
-            kept = _kept(b, h, own[:, None], other[None, :], caps, MASK_MOD, IS_TRANSPOSED)
+            if by_column > 0:  # not by `_in_order`: what reads at one index alone stays a vector
+                kept = _kept(b, h, other[None, :], own[:, None], caps, MASK_MOD)
+            else:
+                kept = _kept(b, h, own[:, None], other[None, :], caps, MASK_MOD)
             some = tl.maximum(some, tl.max(tl.max(tl.where(inside, kept, 0), 1), 0))
             hole = tl.maximum(hole, tl.max(tl.max(tl.where(inside, 1 - kept, 0), 1), 0))
         row += 8
@@ -134,13 +147,13 @@ def _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD: tl.constexpr, I
 
 
 @triton.jit
-def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, caps, trees, trusted, MASK_MOD: tl.constexpr,
-           MASK_BOUNDS: tl.constexpr, SHARPER_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
+def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, caps, trees, trusted, by_column,
+           MASK_MOD: tl.constexpr, MASK_BOUNDS: tl.constexpr, SHARPER_BOUNDS: tl.constexpr):
     """(full, partial) of 64 blocks, each 0 or 1; blocks past the end are neither, one that a length cuts is never full."""
     lane = tl.arange(0, STRIP)
     valid = tl.where(lane < cols - strip * STRIP, 1, 0)
     lo, hi = _extent(strip * STRIP + lane, cols, other_tile, other_len)
-    must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, MASK_BOUNDS, IS_TRANSPOSED)
+    must, may = _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, by_column, MASK_BOUNDS)
     some = must * valid
     hole = some * 0
     undecided = may * (1 - must) * valid
@@ -150,22 +163,22 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
         while (point < 4) & (tl.sum(todo, 0) > 0):  # four queries, the outer ones first, by four keys
             own = lane[:, None] * 0 + own_lo + (own_hi - own_lo) * (3 * point % 4) // 3
             other = lo[:, None] + ((hi - lo)[:, None] * tl.arange(0, 4)[None, :]) // 3
-            kept = _kept(b, h, own, other, caps, MASK_MOD, IS_TRANSPOSED)
+            q_idx, kv_idx = _in_order(own + other * 0, other, by_column)
+            kept = _kept(b, h, q_idx, kv_idx, caps, MASK_MOD)
             some = tl.where(undecided > 0, tl.maximum(some, tl.max(kept, 1)), some)
             hole = tl.where(undecided > 0, tl.maximum(hole, 1 - tl.min(kept, 1)), hole)
             todo = undecided * (1 - some * hole)
             point += 1
         if SHARPER_BOUNDS is not None:
             if tl.sum(todo, 0) > 0:
-                must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted,
-                                    SHARPER_BOUNDS, IS_TRANSPOSED)
+                must, may = _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, by_column, SHARPER_BOUNDS)
                 some = tl.where(todo > 0, tl.maximum(some, must), some)
                 todo = todo * may * (1 - must)
         left = tl.sum(todo, 0)
         while left > 0:
             at = tl.min(tl.where(todo > 0, lane, STRIP), 0)
             first, last = _extent(strip * STRIP + at, cols, other_tile, other_len)
-            is_kept, is_dropped = _evaluate(b, h, own_lo, own_hi, first, last, caps, MASK_MOD, IS_TRANSPOSED)
+            is_kept, is_dropped = _evaluate(b, h, own_lo, own_hi, first, last, caps, by_column, MASK_MOD)
             some = tl.where(lane == at, is_kept, some)
             hole = tl.where(lane == at, is_dropped, hole)
             todo = tl.where(lane == at, 0, todo)
@@ -221,15 +234,34 @@ def _closed(SPOT, cols, is_on, ends, stop, last, room):
 
 
 @triton.jit
-def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_tile, own_len, other_len, lines, room,
-              MASK_MOD: tl.constexpr, MASK_BOUNDS: tl.constexpr, SHARPER_BOUNDS: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
-    """One unsorted row of the table; grid: groups * lines programs.
+def _table(program, tables):
+    """(q_tile, kv_tile, by_column, the first program) of the table that a program works for; they come in that order."""
+    q_tile, kv_tile, by_column, first = tables[0], tables[1], tables[2], tables[3]
+    for table in tl.static_range(1, TABLES):
+        is_later = program >= tables[table * TABLE_INTS + 3]
+        q_tile = tl.where(is_later, tables[table * TABLE_INTS], q_tile)
+        kv_tile = tl.where(is_later, tables[table * TABLE_INTS + 1], kv_tile)
+        by_column = tl.where(is_later, tables[table * TABLE_INTS + 2], by_column)
+        first = tl.where(is_later, tables[table * TABLE_INTS + 3], first)
+    return q_tile, kv_tile, by_column, first
+
+
+@triton.jit
+def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, tables, heads, q_len, kv_len, room, MASK_MOD: tl.constexpr,
+              MASK_BOUNDS: tl.constexpr, SHARPER_BOUNDS: tl.constexpr):
+    """One unsorted row of one of up to TABLES tables; grid: the rows of all of them, for each group.
 
     A row of more than `room` spans of a kind becomes one partial span from its first to its last block, which is always
     right, and NEEDED learns how many it has. Where WILD is not 0 integers of the mask may wrap around, and bounds say
     nothing."""
-    line = tl.program_id(0) % lines
-    group = tl.program_id(0) // lines
+    q_tile, kv_tile, by_column, first_program = _table(tl.program_id(0), tables)
+    own_tile = tl.where(by_column > 0, kv_tile, q_tile)
+    other_tile = tl.where(by_column > 0, q_tile, kv_tile)
+    own_len = tl.where(by_column > 0, kv_len, q_len)
+    other_len = tl.where(by_column > 0, q_len, kv_len)
+    lines = (own_len - 1) // own_tile + 1
+    line = (tl.program_id(0) - first_program) % lines
+    group = (tl.program_id(0) - first_program) // lines
     b = group // heads
     h = group % heads
     trusted = tl.where(tl.load(WILD) == 0, 1, 0)
@@ -247,14 +279,12 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
     for top in range(0, strips, STRIP):
         count = tl.minimum(strips - top, STRIP)
         lo, hi = _extent(top + lane, strips, STRIP * other_tile, other_len)
-        must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, MASK_BOUNDS,
-                            IS_TRANSPOSED)
+        must, may = _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, by_column, MASK_BOUNDS)
         whole = must * tl.where(hi - lo == STRIP * other_tile - 1, 1, 0)  # one that a length cuts is looked at by block
         undecided = may * (1 - whole)
         if SHARPER_BOUNDS is not None:
             if tl.sum(tl.where(lane < count, undecided, 0), 0) > FEW:
-                must, may = _bounds(b, h, own_lo + lane * 0, own_hi + lane * 0, lo, hi, caps, trees, trusted, SHARPER_BOUNDS,
-                                    IS_TRANSPOSED)
+                must, may = _bounds(b, h, own_lo, own_hi, lo, hi, caps, trees, trusted, by_column, SHARPER_BOUNDS)
                 whole = tl.maximum(whole, must * tl.where(hi - lo == STRIP * other_tile - 1, 1, 0))
                 undecided = undecided * may * (1 - whole)
         here = zero
@@ -267,7 +297,7 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
             first_block = top * STRIP + zero
             if end == here:  # an undecided strip, block by block
                 full, partial = _strip(top + here, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, caps, trees,
-                                       trusted, MASK_MOD, MASK_BOUNDS, SHARPER_BOUNDS, IS_TRANSPOSED)
+                                       trusted, by_column, MASK_MOD, MASK_BOUNDS, SHARPER_BOUNDS)
                 first_block = (top + here) * STRIP
                 unit = zero + 1
                 begin = zero
@@ -305,16 +335,22 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, heads, own_tile, other_til
 
 
 @triton.jit
-def block_order(UNSORTED, ROWS, NEEDED, TOLD, lines, LINES_AT_ONCE: tl.constexpr, OTHERS: tl.constexpr):
-    """Rows of one group in falling order of cost, equal ones as they were; grid: groups * ceil(lines / LINES_AT_ONCE).
+def block_order(UNSORTED, ROWS, NEEDED, TOLD, tables, groups, LINES_AT_ONCE: tl.constexpr, OTHERS: tl.constexpr):
+    """Rows of one group of a table in falling order of cost, equal ones as they were; grid: for each group of each table
+    ceil(lines / LINES_AT_ONCE). A table is told by (lines, 0, 0, first program), and its rows come after those of the one before.
 
     TOLD gets NEEDED, which is settled by now; it may lie in the host's memory."""
     if tl.program_id(0) == 0:
         tl.store(TOLD, tl.load(NEEDED))
+    lines, _, _, first_program = _table(tl.program_id(0), tables)
+    before = tl.zeros([], tl.int64)  # rows of the tables before this one
+    for table in tl.static_range(1, TABLES):
+        is_later = tl.program_id(0) >= tables[table * TABLE_INTS + 3]
+        before += tl.where(is_later, tables[(table - 1) * TABLE_INTS], 0).to(tl.int64) * groups
     chunks = (lines + LINES_AT_ONCE - 1) // LINES_AT_ONCE
-    group = tl.program_id(0) // chunks
-    own = (tl.program_id(0) % chunks) * LINES_AT_ONCE + tl.arange(0, LINES_AT_ONCE)
-    base = UNSORTED + group.to(tl.int64) * lines * ROW_INTS
+    group = (tl.program_id(0) - first_program) // chunks
+    own = ((tl.program_id(0) - first_program) % chunks) * LINES_AT_ONCE + tl.arange(0, LINES_AT_ONCE)
+    base = UNSORTED + (before + group.to(tl.int64) * lines) * ROW_INTS
     inside = own < lines
     cost = tl.load(base + own * ROW_INTS + 1, mask=inside, other=0) + tl.load(base + own * ROW_INTS + 2, mask=inside, other=0)
     rank = own * 0
@@ -326,6 +362,6 @@ def block_order(UNSORTED, ROWS, NEEDED, TOLD, lines, LINES_AT_ONCE: tl.constexpr
         dearer = costs[None, :] > cost[:, None]
         earlier = (costs[None, :] == cost[:, None]) & (other[None, :] < own[:, None])
         rank += tl.sum(tl.where(dearer | earlier, 1, 0), 1)
-    to = ROWS + group.to(tl.int64) * lines * ROW_INTS + rank * ROW_INTS
+    to = ROWS + (before + group.to(tl.int64) * lines + rank) * ROW_INTS
     for field in tl.static_range(12):
         tl.store(to + field, tl.load(base + own * ROW_INTS + field, mask=inside, other=0), mask=inside)
