@@ -121,12 +121,16 @@ def test_every_error_says_what_came_and_what_to_try(path: Path) -> None:
         if isinstance(node, ast.Raise) and isinstance(call := node.exc, ast.Call) and _is_ours(call):
             keys = {k.arg for k in call.keywords}
             assert "hint" in keys, f"line {node.lineno}: no hint"
-            assert keys & {"given", "where"} or isinstance(call.args[0], ast.JoinedStr), f"line {node.lineno}: no given"
+            said = keys & {"given", "where"} or isinstance(call.args[0], ast.JoinedStr) or _name(call) == "error"
+            assert said, f"line {node.lineno}: no given"
+
+
+def _name(call: ast.Call) -> str:
+    return ast.unparse(call.func).split(".")[-1]
 
 
 def _is_ours(call: ast.Call) -> bool:
-    name = ast.unparse(call.func).split(".")[-1]
-    return name.endswith("Error") and not hasattr(builtins, name)
+    return _name(call) == "error" or _name(call).endswith("Error") and not hasattr(builtins, _name(call))
 
 
 def test_no_import_cycles_at_import_time() -> None:

@@ -37,6 +37,13 @@ _ASKING = frozenset(
     {"type", "id", "globals", "locals", "vars", "eval", "exec", "setattr", "delattr", "__class__", "__globals__"}
 )
 _SMALL = "LOAD_SMALL_INT"
+# torch's functions that draw random numbers; with an underscore behind them, tensors' methods.
+# fmt: off
+DRAWING = frozenset((
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "normal", "multinomial",
+    "poisson", "binomial", "uniform", "random", "exponential", "cauchy", "geometric", "log_normal",
+))
+# fmt: on
 
 
 def once(read: Callable[[types.CodeType], R]) -> Callable[[types.CodeType], R]:
@@ -75,6 +82,7 @@ class CodeFacts(NamedTuple):
         writes: that, or it assigns attributes or items, or has other effects.
         asks: it compares by identity, or asks for types or namespaces: it must see the very objects.
         branches: a condition decides what it does.
+        draws: a name is one of torch's random functions.
     """
 
     literals: frozenset[tuple[type, Any]]
@@ -85,6 +93,7 @@ class CodeFacts(NamedTuple):
     writes: bool
     asks: bool
     branches: bool
+    draws: bool
 
 
 @once
@@ -113,15 +122,17 @@ def code_facts(code: types.CodeType) -> CodeFacts:
             asks = True
         branches |= "JUMP" in op and "IF" in op
         before = step
+    names = frozenset(code.co_names).union(*(f.names for f in inner))
     return CodeFacts(
         frozenset(literals),
-        frozenset(code.co_names).union(*(f.names for f in inner)),
+        names,
         frozenset(looked_up).union(*(f.globals for f in inner)),
         frozenset(attributes).union(*(f.attributes for f in inner)),
         rebinds or any(f.rebinds for f in inner),
         rebinds or writes or any(f.writes for f in inner),
         asks or any(f.asks for f in inner),
         branches or any(f.branches for f in inner),
+        any(n.rstrip("_") in DRAWING for n in names),
     )
 
 

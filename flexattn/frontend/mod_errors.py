@@ -11,7 +11,10 @@ from functools import lru_cache
 from traceback import walk_tb
 from typing import Any
 
+from torch.overrides import TorchFunctionMode
+
 from flexattn.errors import FlexError, TraceError
+from flexattn.frontend.bytecode import DRAWING
 from flexattn.frontend.source import is_users, raises, tb_position, user_source
 
 
@@ -37,10 +40,7 @@ def unsupported(name: str, known: Container[str]) -> FlexError:
     hints = {
         "item": "keep the value as a tensor: a captured tensor may be used directly",
         "tolist": "keep the value as a tensor",
-        "rand": "draw random numbers outside the mod and capture them",
-        "randn": "draw random numbers outside the mod and capture them",
-        "rand_like": "draw random numbers outside the mod and capture them",
-        "bernoulli": "draw random numbers outside the mod and capture them",
+        **dict.fromkeys(DRAWING, "draw random numbers outside the mod and capture them"),
         "dropout": "draw the mask outside the mod and capture it",
         "linear": "a product of rows, (layer.weight[0] * row).sum(), or the layer's result computed outside and captured",
         "embedding": "indexing the table: emb.weight[i, d], or emb.weight[i] for a short row",
@@ -65,6 +65,16 @@ def unsupported(name: str, known: Container[str]) -> FlexError:
         f"`{name}` is not supported in a mod",
         hint=hint or "pointwise torch operations, torch.where, and captured tensors indexed by the arguments",
     )
+
+
+class NothingIsDrawn(TorchFunctionMode):
+    """Where torch's random functions are errors: drawn in a mod, one number would stand for every pair."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.rstrip("_") in DRAWING:
+            raise unsupported(name, ())
+        return func(*args, **(kwargs or {}))
 
 
 # ---------------------------------------------------------------- what Python or torch raise inside a mod

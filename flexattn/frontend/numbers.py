@@ -84,9 +84,13 @@ class Tagger:
 
     Objects are never replaced: what an attribute holds is a plain number, an argument unless the code that is running contains it.
     Where code assigns to names outside it or asks for identities and types, nothing is copied, and all its numbers are plain.
+
+    Attributes:
+        draws: whether a function that was copied names one of torch's random functions; True where nothing was.
     """
 
     def __init__(self) -> None:
+        self.draws = False
         self._copies: dict[types.FunctionType, types.FunctionType] = {}
         self._marked: set[int] = set()  # ids of code that the copies hold
         self._containers: dict[int, tuple[Any, Any, Any]] = {}  # the original, its copy, what the copy held first
@@ -99,6 +103,7 @@ class Tagger:
         except _AsItIs:
             for known in (self._copies, self._marked, self._containers, self._arguments):
                 known.clear()
+            self.draws = True
             return fn
 
     def _entry(self, fn: Any) -> Any:
@@ -194,6 +199,7 @@ class Tagger:
         if module.split(".")[0] in ("torch", "numpy") and not module.startswith("torch.nn.attention"):
             return fn
         facts, changed = code_facts(fn.__code__), marked(fn.__code__)
+        self.draws |= facts.draws
         own = module.startswith("flexattn.")  # the mods of the library, which ask for nothing
         if not own and (facts.rebinds or facts.asks):
             raise _AsItIs

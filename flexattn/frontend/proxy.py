@@ -408,7 +408,11 @@ class Row:
         rows = [row_items(trace, a) for a in args]
         n = max(len(r) for r in rows if r is not None)
         if any(r is not None and len(r) not in (1, n) for r in rows):
-            raise error("rows of different lengths cannot be combined", given=[len(r) for r in rows if r is not None])
+            raise error(
+                "rows of different lengths cannot be combined",
+                given=[len(r) for r in rows if r is not None],
+                hint="rows of one length, or a part of the longer one, as in table[q_idx, :n]",
+            )
 
         def element(i: int) -> Any:
             return trace.call(op, *(a if r is None else r[i if len(r) > 1 else 0] for r, a in zip(rows, args)))
@@ -517,12 +521,20 @@ def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
 def _index(trace: Trace, tensor: Any, index: Any) -> Any:
     """tensor[index] with traced positions: an element, or a Row when positions are left over."""
     if not issubclass(type(tensor), torch.Tensor):
-        raise error("only captured torch tensors can be indexed by traced values", given=type(tensor).__name__)
+        raise error(
+            "only captured torch tensors can be indexed by traced values",
+            given=type(tensor).__name__,
+            hint="torch.as_tensor(...) outside the mod",
+        )
     if type(tensor) not in _OWN or tensor.layout is not torch.strided:
         tensor = trace.readable(tensor)
     parts = list(index) if type(index) is not Proxy and isinstance(index, tuple) else [index]
     if any(p is None for p in parts):
-        raise error("None (a new axis) is not supported when indexing a captured tensor in a mod")
+        raise error(
+            "None (a new axis) is not supported when indexing a captured tensor in a mod",
+            given=f"shape {tuple(tensor.shape)}",
+            hint="leaving it out: what a mod computes has no axes",
+        )
     if any(p is ... for p in parts):
         at = next(i for i, p in enumerate(parts) if p is ...)
         parts[at : at + 1] = [slice(None)] * (tensor.ndim - len(parts) + 1)
@@ -530,6 +542,7 @@ def _index(trace: Trace, tensor: Any, index: Any) -> Any:
         raise error(
             "too many indices for a captured tensor",
             given=f"{len(parts)} for shape {tuple(tensor.shape)}",
+            hint="one index for each dimension of the tensor",
             cls=CaptureIndexError,
         )
     if any(type(p) is slice for p in parts):

@@ -323,10 +323,14 @@ def _cast(t: Trace, x: Any, dtype: torch.dtype) -> Any:
     if type(x) is Row:
         return Row(t, [_cast(t, i, dtype) for i in x.items])
     if dtype.is_complex:
-        raise error("complex numbers are not supported in a mod")
+        raise error(
+            "complex numbers are not supported in a mod",
+            given=dtype,
+            hint="the real and the imaginary part by themselves",
+        )
     target = dtype if dtype.is_floating_point or dtype == torch.bool else torch.int64
     if target not in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.int64):
-        raise error("a mod cannot cast to this type", given=dtype)
+        raise error("a mod cannot cast to this type", given=dtype, hint="torch.float32 or torch.int64")
     return t.wrap(convert(t.operand(x), target))
 
 

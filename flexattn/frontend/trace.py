@@ -10,6 +10,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,7 @@ import flexattn.frontend.torch_functions  # noqa: F401  registers what a mod may
 from flexattn.errors import CallError, FlexError, MaskTypeError, TraceError
 from flexattn.frontend import expr as ex
 from flexattn.frontend.expr import Expr, convert, make, var
-from flexattn.frontend.mod_errors import in_a_mod
+from flexattn.frontend.mod_errors import NothingIsDrawn, in_a_mod
 from flexattn.frontend.numbers import Tagger
 from flexattn.frontend.program import Binding, CaptureInfo, Program, Traced
 from flexattn.frontend.proxy import Proxy, Row, Trace
@@ -117,7 +118,8 @@ def trace(
         arguments.insert(0, Proxy(var("score", score_dtype), state))
     run = tagger.runnable(fn)
     try:
-        result = run(*arguments)
+        with NothingIsDrawn() if tagger.draws else nullcontext():
+            result = run(*arguments)
     except RecursionError:
         raise
     except FlexError as e:

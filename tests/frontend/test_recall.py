@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import sys
 import weakref
 from collections.abc import Callable
@@ -148,7 +149,7 @@ IMPURE = {
     "globals": lambda s, b, h, q, k: s * globals()["FACTOR"],
     "eval": lambda s, b, h, q, k: s * eval("FACTOR"),
     "file": lambda s, b, h, q, k: s * float(open(FILE[0]).read()),  # noqa: SIM115
-    "random": lambda s, b, h, q, k: s * torch.rand(()),
+    "random": lambda s, b, h, q, k: s * random.random(),
 }
 FILE = [__file__]
 

@@ -287,6 +287,11 @@ ERRORS = {
     "and": (lambda b, h, q, k: q > k and q > 3, "mask", TraceError, "&"),
     "item": (lambda b, h, q, k: q.item() > k, "mask", TraceError, "item"),
     "random": (lambda s, b, h, q, k: s + torch.rand_like(s), "score", TraceError, "outside the mod"),
+    "random number": (lambda s, b, h, q, k: s + torch.rand(()), "score", TraceError, "outside the mod"),
+    "random table": (lambda b, h, q, k: torch.randn(9, 9)[q, k] > 0, "mask", TraceError, "outside the mod"),
+    "random in place": (lambda s, b, h, q, k: s + torch.zeros(()).normal_(), "score", TraceError, "outside the mod"),
+    "random in a helper": (lambda s, b, h, q, k: s + noise(), "score", TraceError, "outside the mod"),
+    "complex": (lambda s, b, h, q, k: s.to(torch.complex64), "score", TraceError, "real"),
     "in place": (lambda s, b, h, q, k: s.add_(1), "score", TraceError, "add"),
     "whole tensor": (lambda s, b, h, q, k: s + torch.zeros(4), "score", TraceError, "index"),
     "range": (lambda s, b, h, q, k: sum(i for i in range(q)), "score", TraceError, "Python value"),
@@ -303,6 +308,10 @@ ERRORS = {
     "long row": (lambda s, b, h, q, k: s + torch.zeros(4, 999)[q].sum(), "score", TraceError, "256"),
     "autograd function": (lambda s, b, h, q, k: Twice.apply(s), "score", TypeError, ""),
 }
+
+
+def noise():
+    return torch.randint(0, 9, ())
 
 
 class Twice(torch.autograd.Function):
