@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flexattn.frontend.stack import stack_masks
     from flexattn.runtime.explain import explain
     from flexattn.runtime.merge import merge_states
+    from flexattn.runtime.options import FlexKernelOptions
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "FlexKernelOptions",
     "FlexPerformanceWarning",
     "MaskCheck",
     "__version__",
@@ -53,6 +55,7 @@ __all__ = [
 
 # What not every program needs is imported when it is first asked for: names, and modules (None).
 _LATER = {
+    "FlexKernelOptions": "flexattn.runtime.options",
     "MaskCheck": "flexattn.frontend.check",
     "check": "flexattn.frontend.check",
     "explain": "flexattn.runtime.explain",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from flexattn.errors import CallError, OptionError
 from flexattn.runtime import settings
@@ -25,6 +25,35 @@ class BackendError(OptionError, RuntimeError):
 
 class ReservedOptionError(OptionError, AssertionError):
     """An option that flex_attention sets by itself was passed."""
+
+
+class FlexKernelOptions(TypedDict, total=False):
+    """The keys of kernel_options for a type checker: torch's, and ours behind them.
+
+    Example:
+        >>> options: FlexKernelOptions = {"BLOCK_M": 64}
+    """
+
+    num_warps: int
+    num_stages: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_M1: int
+    BLOCK_N1: int
+    BLOCK_M2: int
+    BLOCK_N2: int
+    PRESCALE_QK: bool
+    ROWS_GUARANTEED_SAFE: bool
+    BLOCKS_ARE_CONTIGUOUS: bool
+    WRITE_DQ: bool
+    FORCE_USE_FLEX_ATTENTION: bool
+    USE_TMA: bool
+    kpack: int
+    matrix_instr_nonkdim: int
+    waves_per_eu: int
+    BACKEND: Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE", "TORCH"]
+    strict_nan: bool
+    autotune: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +229,7 @@ __all__ = [
     "BACKENDS",
     "DEFAULT",
     "BackendError",
+    "FlexKernelOptions",
     "KernelOptions",
     "ReservedOptionError",
     "TileOptions",

@@ -59,9 +59,14 @@ def test_named_tuples_equal_torchs(name):
     assert ours._field_defaults == theirs._field_defaults
 
 
+def test_every_public_name_of_torch_is_ours():
+    assert [name for name in torch_flex.__all__ if name not in flexattn.__all__ or not hasattr(flexattn, name)] == []
+
+
 def test_every_kernel_option_of_torch_is_known():
     keys = set(torch_flex.FlexKernelOptions.__annotations__)
     assert keys <= set(flexattn.runtime.plan.KernelOptions.__dataclass_fields__) | set(flexattn.runtime.options._KNOWN)
+    assert keys <= set(flexattn.FlexKernelOptions.__annotations__) <= set(flexattn.runtime.options._KNOWN)
 
 
 # ---------------------------------------------------------------- results
