@@ -155,7 +155,10 @@ def _short_gpu(rows: Sequence[Row]) -> str:
         ours = " / ".join(_rate(t[OURS]) if _ok(t.get(OURS)) else "-" for t in pair)
         ratios = [" / ".join(_times(t[n]["speedup"]) if _paired(t.get(n)) else "-" for t in pair) for n in peers]
         lines.append([key[0], titles.get(key[1], key[1]), ours, *(r if r != "- / -" else "-" for r in ratios)])
-    note = "Forward / backward: TFLOP/s on kept pairs, and how many times as fast flexattn is as each peer, measured in alternation."
+    note = (
+        "Forward / backward: TFLOP/s on kept pairs, and how many times as fast flexattn is as each peer, measured in alternation. "
+        "A dash: the peer cannot do it, or was not timed there."
+    )
     return f"{_markdown(lines)}\n\n{note}" if len(lines) > 1 else ""
 
 
@@ -269,7 +272,7 @@ def _reasons(rows: Sequence[Row]) -> str:
             ", ".join(sorted(set(cases))) if len(cases) <= 3 else f"{len(cases)} cases, {sorted(cases)[0]} among them"
         )
         lines.append(f"- {title}: {status}: {reason.replace('<', '&lt;')} ({named})")
-    return "### What has no figure\n\n" + "\n".join(lines)
+    return "### What has no figure\n\nAn empty cell was not timed; a dash is one of these:\n\n" + "\n".join(lines)
 
 
 # ---------------------------------------------------------------- writing and checking
