@@ -16,7 +16,7 @@ from flexattn.frontend.mask_functions import MaskMod
 from flexattn.frontend.predicate_mask import PredicateMask, dense, trace_mask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.source import function_name
-from flexattn.frontend.torch_lists import DEFAULT_BLOCK_SIZE, ListStyle, block_pair
+from flexattn.frontend.torch_lists import DEFAULT_BLOCK_SIZE, ListStyle, block_pair, whole
 from flexattn.frontend.trace import mod_kind, trace
 
 
@@ -44,7 +44,7 @@ def create_block_mask(
     Args:
         mask_mod: `mask_mod(b, h, q_idx, kv_idx)`, True where a pair is kept; pointwise torch operations on scalars.
         B, H: batch size and query heads, or None where the mask is the same for all.
-        Q_LEN, KV_LEN: lengths in tokens.
+        Q_LEN, KV_LEN: lengths in tokens; integers of any kind, numpy's and tensors of one element too.
         device: by default that of the captured tensors; where those do not say, the current accelerator, else the CPU, and a
             flex_attention call on another device takes the mask there.
         BLOCK_SIZE: tokens of a block of the list attributes, one number or (q, kv).
@@ -82,8 +82,8 @@ def create_block_mask(
     mask = PredicateMask(
         traced,
         mask_mod,
-        sizes=(1 if B is None else B, 1 if H is None else H),
-        lengths=(Q_LEN, KV_LEN),
+        sizes=(1 if B is None else whole(B), 1 if H is None else whole(H)),
+        lengths=(whole(Q_LEN), whole(KV_LEN)),
         block=block_pair(BLOCK_SIZE),
         device=_device_for(traced, device),
         follows=device is None and _chosen_by(traced) is None,
@@ -113,8 +113,8 @@ def create_mask(
     """
     is_score = mod_kind(mask_function(mod_fn)) == "score"
     traced = trace(mod_fn, "score") if is_score else trace_mask(mod_fn)
-    sizes = (1 if B is None else B, 1 if H is None else H)
-    return dense(traced, sizes, (Q_LEN, KV_LEN), _device_for(traced, device), score=is_score)
+    sizes = (1 if B is None else whole(B), 1 if H is None else whole(H))
+    return dense(traced, sizes, (whole(Q_LEN), whole(KV_LEN)), _device_for(traced, device), score=is_score)
 
 
 def _device_for(traced: Traced | None, device: torch.device | str | None) -> torch.device:

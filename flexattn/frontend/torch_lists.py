@@ -7,6 +7,7 @@ somebody assigns one; from then on the lists are the mask.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -198,10 +199,24 @@ def is_torchs(mask: object) -> bool:
     return kind.__name__ == "BlockMask" and kind.__module__.startswith("torch.")
 
 
+def whole(number: Any) -> Any:
+    """An integer of any kind (numpy's, a tensor of one element) as Python's; anything else as it is, for the checks to refuse."""
+    try:
+        return operator.index(number)
+    except (TypeError, RuntimeError):
+        return number
+
+
 def block_pair(block: int | Sequence[int] | None) -> tuple[int, int]:
     """BLOCK_SIZE as (q, kv)."""
-    block = DEFAULT_BLOCK_SIZE if block is None else block
-    pair = (block, block) if isinstance(block, int) else tuple(block) if isinstance(block, (tuple, list)) else ()
+    block = whole(DEFAULT_BLOCK_SIZE if block is None else block)
+    pair = (
+        (block, block)
+        if isinstance(block, int)
+        else tuple(map(whole, block))
+        if isinstance(block, (tuple, list))
+        else ()
+    )
     if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
         raise OptionError(
             "BLOCK_SIZE must be a positive integer or a pair of them, (q, kv)", given=repr(block), hint="128"

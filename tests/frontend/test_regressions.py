@@ -1,9 +1,10 @@
 """Inputs that once went wrong or failed without a clear message."""
 
+import numpy as np
 import pytest
 import torch
 
-from flexattn import BlockMask, create_block_mask
+from flexattn import BlockMask, create_block_mask, create_mask
 from flexattn.errors import CaptureIndexError, DTypeError, OptionError
 from tests.frontend.mask_families import brute_tiles
 
@@ -22,6 +23,15 @@ def test_block_sizes_that_are_none(block):
 def test_sizes_that_are_none(sizes):
     with pytest.raises(OptionError, match="integers of at least 0"):
         create_block_mask(causal, *sizes, "cpu")
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_sizes_are_integers_of_any_kind(kind):
+    mask = create_block_mask(causal, kind(2), None, kind(20), kind(30), "cpu", BLOCK_SIZE=(kind(16), kind(8)))
+    assert (mask.shape, mask.BLOCK_SIZE) == ((2, 1, 20, 30), (16, 8))
+    assert {type(n) for n in (*mask.shape, *mask.BLOCK_SIZE)} == {int}
+    assert torch.equal(create_mask(causal, kind(2), None, kind(20), kind(30), "cpu"), mask.to_mask())
+    assert create_block_mask(causal, 1, 1, 20, 20, "cpu", BLOCK_SIZE=kind(16)).BLOCK_SIZE == (16, 16)
 
 
 def test_lists_that_hold_no_integers():
