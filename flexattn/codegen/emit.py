@@ -14,6 +14,7 @@ from typing import Any
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import padded, tile_dims
+from flexattn.frontend.zones import zones
 
 _SKELETONS = {
     "forward": ("forward", "attention_forward"),
@@ -22,11 +23,13 @@ _SKELETONS = {
     "dkdv": ("backward", "attention_backward_dkdv"),
     "ranges": ("block_map", "ranges"),
     "block_map": ("block_map", "block_map"),
+    "fill": ("block_map", "fill"),
     "order": ("block_map", "block_order"),
 }
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
-_BUILDERS = ("ranges", "block_map", "order")  # of the mask builder; they know nothing of q, k and v
-MOST_TABLES, _TABLE_INTS = 3, 4  # as skeletons/block_map.py has them
+_BUILDERS = ("ranges", "block_map", "fill", "order")  # of the mask builder; they know nothing of q, k and v
+MOST_TABLES, TABLE_INTS = 3, 5  # as skeletons/block_map.py has them
+_LENGTHS = {"rows": "i32", "heads": "i32", "q_len": "i32", "kv_len": "i32"}
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
 
@@ -214,13 +217,16 @@ def _backward_inputs(arguments: _Arguments) -> None:
 
 def _builder_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     """Of the kernels that make a mask's span table."""
-    arguments, tables = _Arguments(spec), ("i32",) * (MOST_TABLES * _TABLE_INTS)
+    arguments, tables = _Arguments(spec), ("i32",) * (MOST_TABLES * TABLE_INTS)
     if spec.kernel == "order":
-        arguments.plain(UNSORTED="*i32", ROWS="*i32", NEEDED="*i32", TOLD="*i32", tables=tables, groups="i32")
+        arguments.plain(UNSORTED="*i32", ROWS="*i32", NEEDED="*i32", TOLD="*i32", tables=tables, **_LENGTHS)
     elif spec.kernel == "block_map":
         trees = tuple(tree_type(spec.captures[slot]) for slot in spec.ranged) + ("*i64",) * len(spec.valued)
         arguments.plain(ROWS="*i32", EXTRA="*i32", NEEDED="*i32", WILD="*i32", trees=trees or ("i32",), tables=tables)
-        arguments.plain(heads="i32", q_len="i32", kv_len="i32", room="i32")
+        arguments.plain(room="i32", **_LENGTHS)
+        arguments.captures()
+    elif spec.kernel == "fill":
+        arguments.plain(ROWS="*i32", EXTRA="*i32", tables=tables, room="i32", **_LENGTHS)
         arguments.captures()
     else:
         (capture,) = spec.captures
@@ -269,4 +275,8 @@ def _builder_constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {"IS_WIDE": spec.captures[0].is_wide}
     if spec.kernel == "order":
         return {"LINES_AT_ONCE": spec.config.BLOCK_M, "OTHERS": spec.config.BLOCK_N}
+    if spec.kernel == "fill":
+        found = zones(spec.mask) if spec.mask is not None else None
+        assert found is not None
+        return {"KEPT": len(found.kept), "DROPPED": len(found.dropped), "LINES_AT_ONCE": spec.config.BLOCK_M}
     return {"SHARPER_BOUNDS": None}

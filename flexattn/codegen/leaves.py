@@ -16,6 +16,7 @@ from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr
 from flexattn.frontend.gradient import passes_gradient, score_gradient
 from flexattn.frontend.program import Program
+from flexattn.frontend.zones import FAR, zones
 
 HEADER = """import triton
 import triton.language as tl
@@ -43,6 +44,8 @@ def leaf_functions(spec: KernelSpec) -> dict[str, str]:
         return {}
     score_arguments, mask_arguments = arguments_of(spec)
     texts: dict[str, str] = {}
+    if spec.mask is not None and spec.kernel == "fill":
+        return {"ZONES": _zones(spec, spec.mask, mask_arguments)}
     if spec.score is not None:
         texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments)
     if spec.mask is not None:
@@ -93,6 +96,16 @@ def _bounds(spec: KernelSpec, name: str, ends: tuple[Expr, Expr], arguments: Arg
     must, may = (_to_truth(value) for value in printer.print(ends))
     parameters = "b, h, q_lo, q_hi, kv_lo, kv_hi, caps, trees"
     return _function(name, parameters, [*printer.lines, f"return {must}, {may}"])
+
+
+def _zones(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
+    found = zones(program)
+    assert found is not None
+    printer = Printer(spec, arguments)
+    ends = [e for zone in (*found.kept, *found.dropped) for e in zone]
+    values = [materialise(value, "tl.int64").text for value in printer.print(ends)]
+    lines = [*printer.lines, *(f"e{n} = leaf_ops.clamped({text}, {FAR})" for n, text in enumerate(values))]
+    return _function("zones", "b, h, caps", [*lines, f"return {', '.join(f'e{n}' for n in range(len(values)))}"])
 
 
 def _to_truth(value: Value) -> str:

@@ -124,14 +124,18 @@ def closed_form(traced: Traced) -> ClosedForm | None:
     tables = Tables(traced.binding)
     if tables.may_wrap(traced.program.body):
         return None
-    body = _with_numbers(traced)
-    try:
-        runs = _tidied(_truth(body, True))
-    except _NoFormulaError:
-        return None
-    if any(tables.may_wrap(e) for run in runs for part in run for e in part):
+    runs = key_runs(_with_numbers(traced))
+    if runs is None or any(tables.may_wrap(e) for run in runs for part in run for e in part):
         return None
     return ClosedForm(runs, traced)
+
+
+def key_runs(body: Expr, *, wanted: bool = True) -> tuple[KeyRun, ...] | None:
+    """The keys for which a mask's body is as wanted, if integers do not wrap around; None where there is no formula."""
+    try:
+        return _tidied(_truth(body, wanted))
+    except _NoFormulaError:
+        return None
 
 
 def _with_numbers(traced: Traced) -> Expr:
@@ -171,7 +175,7 @@ def _truth(node: Expr, wanted: bool) -> Runs:
     if not node.deps & DEP_KV:
         return [KeyRun((), (), (node if wanted else _opposite(node),))]
     if op in ("le", "lt", "eq", "ne") and args[0].dtype == torch.int64:
-        return _comparison(op, wanted, _linear(args[0]), _linear(args[1]))
+        return _comparison(op, wanted, linear(args[0]), linear(args[1]))
     raise _NoFormulaError
 
 
@@ -247,18 +251,19 @@ class Linear:
         return make("add" if self.number > 0 else "sub", total, abs(self.number))
 
 
-def _linear(node: Expr) -> Linear:
+def linear(node: Expr) -> Linear:
+    """An int64 expression as a sum; what is no sum, difference or multiple is a term of its own."""
     op, args = node.op, node.args
     if op == "const":
         return Linear({}, int(node.attr))
     if op in ("add", "sub"):
-        a, b = map(_linear, args)
+        a, b = map(linear, args)
         return a + b if op == "add" else a - b
     if op == "neg":
-        return _linear(args[0]) * -1
+        return linear(args[0]) * -1
     if op == "mul" and "const" in (args[0].op, args[1].op):
         factor, other = args if args[0].op == "const" else args[::-1]
-        return _linear(other) * int(factor.attr)
+        return linear(other) * int(factor.attr)
     return Linear({node: 1})
 
 
@@ -293,7 +298,7 @@ def _floor(total: Linear, by: int) -> Linear:
     """A sum divided and rounded down."""
     if all(n % by == 0 for n in total.terms.values()):
         return Linear({e: n // by for e, n in total.terms.items()}, total.number // by)
-    return _linear(make("floordiv", total.expression(), by))
+    return linear(make("floordiv", total.expression(), by))
 
 
 def _bounded(term: Expr, *, lower: Linear | None = None, upper: Linear | None = None) -> Runs:
@@ -303,12 +308,12 @@ def _bounded(term: Expr, *, lower: Linear | None = None, upper: Linear | None = 
             return [KeyRun((), (upper.expression(),), ())]
         return [KeyRun((_of(lower).expression(),), (), ())]
     if term.op == "floordiv" and term.args[1].op == "const" and term.args[1].attr > 0:
-        inside, by = _linear(term.args[0]), int(term.args[1].attr)
+        inside, by = linear(term.args[0]), int(term.args[1].attr)
         if upper is not None:
             return _at_most_zero(inside - (upper * by + (by - 1)))
         return _at_most_zero(_of(lower) * by - inside)
     if term.op in ("abs", "minimum", "maximum"):
-        parts = [_linear(a) for a in term.args]
+        parts = [linear(a) for a in term.args]
         parts = [*parts, parts[0] * -1] if term.op == "abs" else parts
         found = [_at_most_zero(p - upper if upper is not None else _of(lower) - p) for p in parts]
         all_of = (term.op == "minimum") == (upper is None)
@@ -376,4 +381,4 @@ def _run_latex(run: KeyRun, latex: Callable[[Expr], str]) -> str:
     return text + "".join((r" \text{ and } " if n else r" \text{ where } ") + latex(e) for n, e in enumerate(run.where))
 
 
-__all__ = ["ClosedForm", "KeyRun", "closed_form"]
+__all__ = ["ClosedForm", "KeyRun", "Linear", "closed_form", "key_runs", "linear"]

@@ -187,7 +187,7 @@ def _mirrored(pattern: Spans, last: int) -> Spans:
 
 def _counted(many: int, runs: int, device: torch.device) -> Iterator[Tensor]:
     """0, 1, ... below `many` as columns, so many at once that memory stays small."""
-    at_once = max(1, (1 << 16) // runs)
+    at_once = max(1, (1 << 14) // runs)
     for begin in range(0, many, at_once):
         yield torch.arange(begin, min(begin + at_once, many), device=device)[:, None]
 

@@ -23,6 +23,7 @@ from flexattn.frontend.expr import Expr
 from flexattn.frontend.interval import may_wrap
 from flexattn.frontend.predicate_mask import PredicateMask
 from flexattn.frontend.program import Program
+from flexattn.frontend.zones import hold_for, most_spans
 from flexattn.runtime import kept, stats
 from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments
 from flexattn.runtime.device import is_capturing, stream_of
@@ -33,6 +34,7 @@ _ROW_INTS = 12
 _NO_PROGRAM = (1 << 31) - 1  # where a table begins that there is not
 _ORDER = TileConfig(64, 128, 4, 1)
 _ROW = TileConfig(64, 64, 1, 1)  # a row's program works on vectors of 64 lanes; the tiles themselves are arguments
+_FILL = TileConfig(64, 64, 2, 1)
 _RANGES = TileConfig(64, 64, 4, 1)
 _ZEROS_AT_ONCE = 1024
 
@@ -89,6 +91,7 @@ class _Kind(NamedTuple):
     lengths: tuple[int, int]
     cuts: tuple[Cut, ...]
     room: int
+    by_formula: bool
     target: Target
     device: torch.device
 
@@ -110,35 +113,36 @@ def _recipe(kind: _Kind) -> _Recipe:
     (batch, heads), (q_len, kv_len) = kind.sizes, kind.lengths
     groups = batch * heads
     lines = [-(-kv_len // c.kv_tile) if c.by_column else -(-q_len // c.q_tile) for c in kind.cuts]
-    starts = [groups * sum(lines[:n]) for n in range(len(lines))]
-    chunks = [-(-n // _ORDER.BLOCK_M) for n in lines]
     total = groups * sum(lines)
     spec = KernelSpec(
-        kernel="block_map", target=kind.target, config=_ROW, qk_dim=0, v_dim=0, layouts=(), mask=kind.program,
-        captures=kind.captures, wide_numbers=kind.wide_numbers, wide_lengths=any_wide((batch, heads, q_len, kv_len)),
+        kernel="fill" if kind.by_formula else "block_map", target=kind.target, config=_FILL if kind.by_formula else _ROW,
+        qk_dim=0, v_dim=0, layouts=(), mask=kind.program, captures=kind.captures, wide_numbers=kind.wide_numbers,
+        wide_lengths=any_wide((batch, heads, q_len, kv_len)),
     )  # fmt: skip
     order = KernelSpec(kernel="order", target=kind.target, config=_ORDER, qk_dim=0, v_dim=0, layouts=())
-    _, rows_kernel = first_that_builds([spec], kind.device)
-    _, order_kernel = first_that_builds([order], kind.device)
-    room = min(kind.room, _most_room(total))
-    cut = [(c.q_tile, c.kv_tile, int(c.by_column), start) for c, start in zip(kind.cuts, starts)]
-    lined = [(n, 0, 0, groups * sum(chunks[:at])) for at, n in enumerate(lines)]
-    numbers = {"heads": heads, "q_len": q_len, "kv_len": kv_len, "room": room, "tables": _flat(cut), "trees": (0,)}
-    return _Recipe(
-        rows_kernel.fix(total, numbers, changing=("caps",)),
-        order_kernel.fix(groups * sum(chunks), {"tables": _flat(lined), "groups": groups}),
-        room,
-        total,
-        tuple(zip(starts, lines)),
-        spec.ranged,
-        spec.valued,
-    )
+    room = min(most_spans(kind.program) if kind.by_formula else kind.room, _most_room(total))
+    numbers = {"heads": heads, "q_len": q_len, "kv_len": kv_len, "rows": total, "room": room, "trees": (0,)}
+
+    def launch(spec: KernelSpec, rows_at_once: int) -> Starts:
+        programs, tables = _tables_argument(kind.cuts, lines, groups, rows_at_once)
+        kernel = first_that_builds([spec], kind.device)[1]
+        return kernel.fix(programs, {**numbers, "tables": tables}, changing=("caps",))
+
+    places = tuple((groups * sum(lines[:n]), lines[n]) for n in range(len(lines)))
+    ranged, valued = ((), ()) if kind.by_formula else (spec.ranged, spec.valued)
+    rows = launch(spec, _FILL.BLOCK_M if kind.by_formula else 1)
+    return _Recipe(rows, launch(order, _ORDER.BLOCK_M), room, total, places, ranged, valued)
 
 
-def _flat(tables: list[tuple[int, int, int, int]]) -> tuple[int, ...]:
-    """The kernels' argument; tables that there are not begin after all programs."""
-    missing = [(1, 1, 0, _NO_PROGRAM)] * (MOST_TABLES - len(tables))
-    return tuple(n for table in (*tables, *missing) for n in table)
+def _tables_argument(cuts: tuple[Cut, ...], lines: list[int], groups: int, at_once: int) -> tuple[int, tuple[int, ...]]:
+    """How many programs make `at_once` rows each, and where each table begins; those that there are not begin after all."""
+    flat: list[int] = []
+    programs = rows = 0
+    for cut, count in zip(cuts, lines):
+        flat += (cut.q_tile, cut.kv_tile, int(cut.by_column), programs, rows)
+        programs, rows = programs + groups * -(-count // at_once), rows + groups * count
+    missing = (1, 1, 0, _NO_PROGRAM, 0) * (MOST_TABLES - len(cuts))
+    return programs, (*flat, *missing)
 
 
 def build_tables(
@@ -166,13 +170,16 @@ def build_tables(
     program, numbers = traced.program, traced.binding.numbers
     captures = place_captures(traced, device, "mask_mod")
     layouts, wide = tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers))
-    recipe = _recipe(_Kind(program, layouts, wide, (batch, heads), predicate.lengths, cuts, room, target, device))
+    formula = hold_for(program, numbers)
+    recipe = _recipe(
+        _Kind(program, layouts, wide, (batch, heads), predicate.lengths, cuts, room, formula, target, device)
+    )
     zero = _Zeros(device)
     total, made = recipe.total, recipe.total * _ROW_INTS
-    unsorted = torch.empty(made, dtype=torch.int32, device=device)
+    unsorted = torch.empty(made + total, dtype=torch.int32, device=device)  # rows, then what each of them costs
     buffer = torch.empty(made + 4 * total * recipe.room, dtype=torch.int32, device=device)
     extra, needed = buffer.as_strided((2 * total * recipe.room, 2), (2, 1), made), zero.fresh()
-    wild = _wild(predicate, captures) if may_wrap(program.body, numbers) else zero.lasting()
+    wild = _wild(predicate, captures) if not formula and may_wrap(program.body, numbers) else zero.lasting()
     arguments = {
         "ROWS": unsorted, "EXTRA": extra, "NEEDED": needed, "WILD": wild, "caps": flat_arguments(captures, numbers),
         "trees": _trees(predicate, captures, recipe, target, zero),

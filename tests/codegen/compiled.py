@@ -19,7 +19,7 @@ from flexattn.runtime import compile as compiling
 
 TARGETS = (80, 86, 89, 90, 100, 120, GFX942)
 KERNELS = ("forward", "dq", "dkdv")
-BUILDERS = ("block_map", "order", "ranges")  # tests/codegen/test_compile_block_map.py
+BUILDERS = ("block_map", "fill", "order", "ranges")  # tests/codegen/test_compile_block_map.py
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from flexattn.codegen.target import GFX942, target_of
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.frontend.trace import trace
 from tests.codegen.compiled import TARGETS, Resources, compile_and_measure
+from tests.frontend.zoned_masks import ZONED
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 FAST = (80, 90, 100, GFX942)  # the others have 80's code, but for the number that is written into it
 SPILLS = 96  # bytes a thread; the most today is 68, in the slow path of a sine
-ROW, ORDER, RANGES = TileConfig(64, 64, 1, 1), TileConfig(64, 128, 4, 1), TileConfig(64, 64, 4, 1)
+ROW, FILL, ORDER, RANGES = (TileConfig(*c, 1) for c in ((64, 64, 1), (64, 64, 2), (64, 128, 4), (64, 64, 4)))
 IDS, FIRST, WINDOW = torch.zeros(9, dtype=torch.int32), torch.zeros(9, dtype=torch.int64), 9
 PADDING, ROWS, VALUES = torch.zeros(2, 9, dtype=torch.bool), torch.zeros(9, 9, dtype=torch.bool), torch.zeros(9)
 MASKS = {
@@ -54,10 +55,11 @@ def compiled(kernel: str, arch: int, config: TileConfig, **fields: Any) -> tuple
     return text, used
 
 
-def builder(name: str, arch: int, **fields: Any) -> Resources:
-    program, (captures, numbers) = trace(MASKS[name], "mask")
+def builder(name: str, arch: int, kernel: str = "block_map", **fields: Any) -> Resources:
+    program, (captures, numbers) = trace(MASKS.get(name) or ZONED[name], "mask")
     layouts, wide = tuple(capture_layout(c) for c in captures), tuple(wide_number(n) for n in numbers)
-    return compiled("block_map", arch, ROW, **{"mask": program, "captures": layouts, "wide_numbers": wide, **fields})[1]
+    facts = {"mask": program, "captures": layouts, "wide_numbers": wide, **fields}
+    return compiled(kernel, arch, FILL if kernel == "fill" else ROW, **facts)[1]
 
 
 @pytest.mark.parametrize("name", ["causal", "documents", "local positions", "neighbourhood"])
@@ -65,6 +67,19 @@ def builder(name: str, arch: int, **fields: Any) -> Resources:
 def test_builder(name: str, arch: int) -> None:
     used = builder(name, arch)
     assert name != "causal" or used.registers <= 168
+
+
+@pytest.mark.parametrize("name", ["causal", "sink and window", "padding on both sides"])
+@pytest.mark.parametrize("arch", FAST)
+def test_builder_by_formula(name: str, arch: int) -> None:
+    assert builder(name, arch, "fill").spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZONED)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_builder_of_every_mask_of_zones(name: str, arch: int) -> None:
+    assert builder(name, arch, "fill").spills == 0
 
 
 def test_builder_with_wide_lengths() -> None:
@@ -107,4 +122,5 @@ def test_trees_of_every_type(arch: int, dtype: str) -> None:
 def test_the_runtime_asks_for_these_tiles() -> None:
     from flexattn.runtime import table_builder
 
-    assert (table_builder._ROW, table_builder._ORDER, table_builder._RANGES) == (ROW, ORDER, RANGES)
+    configs = table_builder._ROW, table_builder._FILL, table_builder._ORDER, table_builder._RANGES
+    assert configs == (ROW, FILL, ORDER, RANGES)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from flexattn import BlockMask, create_block_mask
 from flexattn.codegen.skeletons import block_map as skeleton
 from flexattn.codegen.target import INTERPRETER
 from flexattn.errors import CaptureIndexError
+from flexattn.frontend.zones import hold_for
 from flexattn.runtime import block_map, settings, table_builder
 from flexattn.runtime.block_map import usual_spans
 from flexattn.runtime.table_builder import Built, Cut, build_tables, build_tree
 from tests.frontend.mask_families import BATCH, HEADS, families
 from tests.frontend.mask_fuzz import Sizes, predicate
 from tests.frontend.test_mask_fuzz import budget
+from tests.frontend.zoned_masks import ZONED
 from tests.span_tables import check_table, dense_of, expected_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says when a lane that is not used overflows
@@ -34,15 +37,20 @@ def check(
     mask_mod: Callable[..., Any], lengths: tuple[int, int], tile: tuple[int, int], *, room: int = ROOM,
     sizes: tuple[int, int] = (BATCH, HEADS), directions: tuple[bool, ...] = (False, True),
 ) -> Built:  # fmt: skip
-    """Both tables of a mask, made together, equal its tile map; returns what was built."""
+    """Both tables of a mask, made together by search and, where it has zones, by formula, equal its tile map; returns what the
+    search built."""
     predicate = create_block_mask(mask_mod, *sizes, *lengths, device="cpu").predicate
     assert predicate is not None
     tiles = predicate.tile_map(*tile)
-    built = build_tables(predicate, tuple(Cut(*tile, x) for x in directions), INTERPRETER, room=room)
-    assert int(built.needed) == 0 and built.room == room
-    for transposed, table in zip(directions, built.tables, strict=True):
-        assert (table.batch, table.heads) == (tiles.batch, tiles.heads)
-        check_table(table, tiles, transposed=transposed)
+    cuts, traced = tuple(Cut(*tile, x) for x in directions), predicate.traced
+    roads = [True, False] if traced is not None and hold_for(traced.program, traced.binding.numbers) else [False]
+    for by_formula in roads:
+        with mock.patch.object(table_builder, "hold_for", return_value=by_formula):
+            built = build_tables(predicate, cuts, INTERPRETER, room=room)
+        assert int(built.needed) == 0 and (by_formula or built.room == room)
+        for transposed, table in zip(directions, built.tables, strict=True):
+            assert (table.batch, table.heads) == (tiles.batch, tiles.heads)
+            check_table(table, tiles, transposed=transposed)
     return built
 
 
@@ -61,6 +69,14 @@ def test_tables_are_the_tile_maps(name: str) -> None:
 def test_tables_of_one_kind(name: str) -> None:
     for lengths, tile in (((64, 96), (32, 32)), ((40, 1), (16, 64)), ((1, 70), (16, 64))):
         check(MASKS[name], lengths, tile)
+
+
+@pytest.mark.parametrize("name", ZONED)
+def test_tables_by_formula(name: str) -> None:
+    for (lengths, tile), sizes in zip(
+        (((90, 130), (32, 16)), ((33, 20), (16, 16)), ((130, 71), (64, 32))), ((2, 2), (1, 1), (2, 1))
+    ):
+        check(ZONED[name], lengths, tile, sizes=sizes)
 
 
 def test_more_blocks_than_a_strip_and_more_strips_than_are_looked_at_together() -> None:

@@ -1,9 +1,10 @@
-"""Mask builder: reads a mask's bounds and the mask itself, makes the span table that the attention kernels walk.
+"""Mask builder: makes the span tables that the attention kernels walk, by formula or by search.
 
 The idea: one program a row of tiles, no list of rectangles. Bounds decide strips of 64 blocks at once; a strip they leave
 open is looked at block by block, first by bounds, then at 16 points (one kept and one dropped pair prove a block partial),
 then by the sets of values that captured tensors have there; what is still open is evaluated pair by pair, so the answer is
 exact. Runs come out in order: a row's states are walked from left to right, and every change of state is one end of a span.
+Of a mask that is a union of zones (frontend/zones.py) the ends follow by formula instead, one lane a row.
 One launch makes all the tables that a call reads, in tiles of several sizes, by row and by column: a launch takes the host
 longer than the device.
 """
@@ -17,7 +18,7 @@ STRIP = tl.constexpr(64)  # blocks decided at once, one a lane; their states fit
 FEW = tl.constexpr(4)  # undecided strips that are looked at by block rather than with sets of values
 ROW_INTS = tl.constexpr(12)  # as skeletons/tiles.py reads them
 TABLES = tl.constexpr(3)  # of one launch at most
-TABLE_INTS = tl.constexpr(4)  # that say how one of them is cut, see `_table`
+TABLE_INTS = tl.constexpr(5)  # that say how one of them is cut, see `_place`
 
 
 # ---------------------------------------------------------------- captured tensors over ranges
@@ -234,44 +235,68 @@ def _closed(SPOT, cols, is_on, ends, stop, last, room):
 
 
 @triton.jit
-def _table(program, tables):
-    """(q_tile, kv_tile, by_column, the first program) of the table that a program works for; they come in that order."""
-    q_tile, kv_tile, by_column, first = tables[0], tables[1], tables[2], tables[3]
+def _place(tables, heads, q_len, kv_len, LINES_AT_ONCE: tl.constexpr):
+    """Where a program works: (own_tile, other_tile, own_len, other_len) of its table, along its rows and across them, by_column,
+    b, h, its first line, and the number of its first row among those of all tables.
+
+    Each table is told by (q_tile, kv_tile, by_column, its first program, its first row)."""
+    program = tl.program_id(0)
+    q_tile, kv_tile, by_column, first_program, first_row = tables[0], tables[1], tables[2], tables[3], tables[4]
     for table in tl.static_range(1, TABLES):
         is_later = program >= tables[table * TABLE_INTS + 3]
         q_tile = tl.where(is_later, tables[table * TABLE_INTS], q_tile)
         kv_tile = tl.where(is_later, tables[table * TABLE_INTS + 1], kv_tile)
         by_column = tl.where(is_later, tables[table * TABLE_INTS + 2], by_column)
-        first = tl.where(is_later, tables[table * TABLE_INTS + 3], first)
-    return q_tile, kv_tile, by_column, first
+        first_program = tl.where(is_later, tables[table * TABLE_INTS + 3], first_program)
+        first_row = tl.where(is_later, tables[table * TABLE_INTS + 4], first_row)
+    own_tile, other_tile = tl.where(by_column > 0, kv_tile, q_tile), tl.where(by_column > 0, q_tile, kv_tile)
+    own_len, other_len = tl.where(by_column > 0, kv_len, q_len), tl.where(by_column > 0, q_len, kv_len)
+    lines = (own_len - 1) // own_tile + 1
+    programs = (lines - 1) // LINES_AT_ONCE + 1  # of a group
+    group = (program - first_program) // programs
+    line = ((program - first_program) % programs) * LINES_AT_ONCE
+    row = first_row + group * lines + line
+    return own_tile, other_tile, own_len, other_len, by_column, group // heads, group % heads, line, row
 
 
 @triton.jit
-def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, tables, heads, q_len, kv_len, room, MASK_MOD: tl.constexpr,
+def _store_row(ROWS, row, rows, line, inside, room, f_blocks, f_spans, f_start, f_stop, p_blocks, p_spans, p_start, p_stop):
+    """One row, or a vector of them, and their costs behind all `rows`; first spans are in the row, further ones at its place."""
+    ROW = ROWS + row.to(tl.int64) * ROW_INTS
+    extra = row * 2 * room
+    tl.store(ROWS + rows.to(tl.int64) * ROW_INTS + row, f_blocks + p_blocks, mask=inside)
+    tl.store(ROW, line, mask=inside)
+    tl.store(ROW + 1, f_blocks, mask=inside)
+    tl.store(ROW + 2, p_blocks, mask=inside)
+    tl.store(ROW + 3, f_spans, mask=inside)
+    tl.store(ROW + 4, p_spans, mask=inside)
+    tl.store(ROW + 5, f_start, mask=inside)
+    tl.store(ROW + 6, f_stop, mask=inside)
+    tl.store(ROW + 7, p_start, mask=inside)
+    tl.store(ROW + 8, p_stop, mask=inside)
+    tl.store(ROW + 9, extra + 1, mask=inside)
+    tl.store(ROW + 10, extra + room + 1, mask=inside)
+    tl.store(ROW + 11, row * 0, mask=inside)
+
+
+# ---------------------------------------------------------------- by search
+@triton.jit
+def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, tables, rows, heads, q_len, kv_len, room, MASK_MOD: tl.constexpr,
               MASK_BOUNDS: tl.constexpr, SHARPER_BOUNDS: tl.constexpr):
     """One unsorted row of one of up to TABLES tables; grid: the rows of all of them, for each group.
 
     A row of more than `room` spans of a kind becomes one partial span from its first to its last block, which is always
     right, and NEEDED learns how many it has. Where WILD is not 0 integers of the mask may wrap around, and bounds say
     nothing."""
-    q_tile, kv_tile, by_column, first_program = _table(tl.program_id(0), tables)
-    own_tile = tl.where(by_column > 0, kv_tile, q_tile)
-    other_tile = tl.where(by_column > 0, q_tile, kv_tile)
-    own_len = tl.where(by_column > 0, kv_len, q_len)
-    other_len = tl.where(by_column > 0, q_len, kv_len)
+    own_tile, other_tile, own_len, other_len, by_column, b, h, line, row = _place(tables, heads, q_len, kv_len, 1)
     lines = (own_len - 1) // own_tile + 1
-    line = (tl.program_id(0) - first_program) % lines
-    group = (tl.program_id(0) - first_program) // lines
-    b = group // heads
-    h = group % heads
     trusted = tl.where(tl.load(WILD) == 0, 1, 0)
     own_lo, own_hi = _extent(line, lines, own_tile, own_len)
     is_cut = tl.where(own_hi - own_lo < own_tile - 1, 1, 0)
     cols = (other_len - 1) // other_tile + 1
     strips = (cols - 1) // STRIP + 1
     lane = tl.arange(0, STRIP)
-    at = tl.program_id(0).to(tl.int64) * (4 * room)
-    F_SPOT = EXTRA + at
+    F_SPOT = EXTRA + row.to(tl.int64) * (4 * room)
     P_SPOT = F_SPOT + 2 * room
     zero = line * 0
     f_on, f_ends, f_start, f_stop, f_last, f_blocks = zero, zero, zero, zero, zero, zero
@@ -318,50 +343,109 @@ def block_map(ROWS, EXTRA, NEEDED, WILD, caps, trees, tables, heads, q_len, kv_l
         most = tl.maximum(f_last, p_last)
         f_blocks, f_ends, f_start, f_stop = zero, zero, zero, zero
         p_blocks, p_ends, p_start, p_stop = most - least, zero + 2, least, most
-    ROW = ROWS + tl.program_id(0).to(tl.int64) * ROW_INTS
-    first_extra = (at // 2).to(tl.int32)
-    tl.store(ROW, line)
-    tl.store(ROW + 1, f_blocks)
-    tl.store(ROW + 2, p_blocks)
-    tl.store(ROW + 3, f_ends // 2)
-    tl.store(ROW + 4, p_ends // 2)
-    tl.store(ROW + 5, f_start)
-    tl.store(ROW + 6, f_stop)
-    tl.store(ROW + 7, p_start)
-    tl.store(ROW + 8, p_stop)
-    tl.store(ROW + 9, first_extra + 1)
-    tl.store(ROW + 10, first_extra + room + 1)
-    tl.store(ROW + 11, 0)
+    _store_row(ROWS, row, rows, line, line >= 0, room, f_blocks, f_ends // 2, f_start, f_stop, p_blocks, p_ends // 2, p_start,
+               p_stop)
+
+
+# ---------------------------------------------------------------- by formula
+@triton.jit
+def _run_of(numbers, AT: tl.constexpr, own_lo, own_hi, other_tile, other_len, by_column):
+    """The blocks [start, stop) that the zone at a place of `numbers` touches in the rows [own_lo, own_hi]; (0, 0) where none.
+
+    Of a system of bounds on two whole numbers and their difference, what the one may be is exactly one run."""
+    swapped = by_column > 0
+    own_least = tl.maximum(own_lo, tl.where(swapped, numbers[AT + 2], numbers[AT]))
+    own_most = tl.minimum(own_hi, tl.where(swapped, numbers[AT + 3], numbers[AT + 1]))
+    near = tl.where(swapped, -numbers[AT + 5], numbers[AT + 4])  # of other - own
+    far = tl.where(swapped, -numbers[AT + 4], numbers[AT + 5])
+    least = tl.maximum(tl.maximum(tl.where(swapped, numbers[AT], numbers[AT + 2]), 0), own_least + near)
+    most = tl.minimum(tl.minimum(tl.where(swapped, numbers[AT + 1], numbers[AT + 3]), other_len - 1), own_most + far)
+    some = (own_least <= own_most) & (near <= far) & (least <= most)
+    start = tl.where(some, least, 0).to(tl.int32) // other_tile
+    stop = tl.where(some, most, 0).to(tl.int32) // other_tile + 1
+    return start, tl.where(some, stop, 0)
 
 
 @triton.jit
-def block_order(UNSORTED, ROWS, NEEDED, TOLD, tables, groups, LINES_AT_ONCE: tl.constexpr, OTHERS: tl.constexpr):
-    """Rows of one group of a table in falling order of cost, equal ones as they were; grid: for each group of each table
-    ceil(lines / LINES_AT_ONCE). A table is told by (lines, 0, 0, first program), and its rows come after those of the one before.
+def _extended(SPOT, is_on, at, next, spans, end, start, stop, blocks):
+    """One kind's spans in a vector of rows, after [at, next) that is, or is not, of that kind."""
+    is_new = is_on & (end != at)
+    spans += tl.where(is_new, 1, 0)
+    tl.store(SPOT + 2 * (spans - 1), at, mask=is_new)
+    tl.store(SPOT + 2 * (spans - 1) + 1, next, mask=is_on)
+    start = tl.where(is_new & (spans == 1), at, start)
+    stop = tl.where(is_on & (spans == 1), next, stop)
+    return spans, tl.where(is_on, next, end), start, stop, blocks + tl.where(is_on, next - at, 0)
+
+
+@triton.jit
+def fill(ROWS, EXTRA, caps, tables, rows, heads, q_len, kv_len, room, ZONES: tl.constexpr, KEPT: tl.constexpr,
+         DROPPED: tl.constexpr, LINES_AT_ONCE: tl.constexpr):
+    """Unsorted rows of the tables of a mask that is a union of zones, as `block_map` makes them; a program makes LINES_AT_ONCE.
+
+    A block in which a zone that is kept and one that is dropped have a pair is partial; so is one that a length cuts."""
+    own_tile, other_tile, own_len, other_len, by_column, b, h, first_line, first_row = _place(tables, heads, q_len, kv_len,
+                                                                                               LINES_AT_ONCE)
+    numbers = ZONES(b, h, caps)
+    lane = tl.arange(0, LINES_AT_ONCE)
+    lines = (own_len - 1) // own_tile + 1
+    inside = first_line + lane < lines
+    own_lo, own_hi = _extent(first_line + lane, lines, own_tile, own_len)
+    is_cut = own_hi - own_lo < own_tile - 1
+    cols = (other_len - 1) // other_tile + 1
+    uncut = other_len // other_tile  # blocks that the length does not cut
+    F_SPOT = EXTRA + (first_row + lane).to(tl.int64) * (4 * room)
+    P_SPOT = F_SPOT + 2 * room
+    at = tl.where(inside, lane * 0, cols)
+    zero = lane * 0
+    f_spans, f_end, f_start, f_stop, f_blocks = zero, zero - 1, zero, zero, zero
+    p_spans, p_end, p_start, p_stop, p_blocks = zero, zero - 1, zero, zero, zero
+    while tl.min(at, 0) < cols:  # from one end of a run to the next, in which nothing changes
+        next = tl.where(at < uncut, uncut, cols)
+        kept = zero > 0
+        dropped = is_cut | (at >= uncut)
+        for zone in tl.static_range(KEPT + DROPPED):
+            start, stop = _run_of(numbers, 6 * zone, own_lo, own_hi, other_tile, other_len, by_column)
+            here = (start <= at) & (at < stop)
+            if zone < KEPT:
+                kept = kept | here
+            else:
+                dropped = dropped | here
+            next = tl.where(at < start, tl.minimum(next, start), next)
+            next = tl.where(at < stop, tl.minimum(next, stop), next)
+        next = tl.where(at < cols, next, at)
+        is_on = kept & (at < cols)
+        f_spans, f_end, f_start, f_stop, f_blocks = _extended(F_SPOT, is_on & (dropped == 0), at, next, f_spans, f_end, f_start,
+                                                              f_stop, f_blocks)
+        p_spans, p_end, p_start, p_stop, p_blocks = _extended(P_SPOT, is_on & dropped, at, next, p_spans, p_end, p_start, p_stop,
+                                                              p_blocks)
+        at = next
+    _store_row(ROWS, first_row + lane, rows, first_line + lane, inside, room, f_blocks, f_spans, f_start, f_stop, p_blocks,
+               p_spans, p_start, p_stop)
+
+
+# ---------------------------------------------------------------- the dearest first
+@triton.jit
+def block_order(UNSORTED, ROWS, NEEDED, TOLD, tables, rows, heads, q_len, kv_len, LINES_AT_ONCE: tl.constexpr,
+                OTHERS: tl.constexpr):
+    """Rows of one group of a table in falling order of cost, equal ones as they were; a program places LINES_AT_ONCE.
 
     TOLD gets NEEDED, which is settled by now; it may lie in the host's memory."""
     if tl.program_id(0) == 0:
         tl.store(TOLD, tl.load(NEEDED))
-    lines, _, _, first_program = _table(tl.program_id(0), tables)
-    before = tl.zeros([], tl.int64)  # rows of the tables before this one
-    for table in tl.static_range(1, TABLES):
-        is_later = tl.program_id(0) >= tables[table * TABLE_INTS + 3]
-        before += tl.where(is_later, tables[(table - 1) * TABLE_INTS], 0).to(tl.int64) * groups
-    chunks = (lines + LINES_AT_ONCE - 1) // LINES_AT_ONCE
-    group = (tl.program_id(0) - first_program) // chunks
-    own = ((tl.program_id(0) - first_program) % chunks) * LINES_AT_ONCE + tl.arange(0, LINES_AT_ONCE)
-    base = UNSORTED + (before + group.to(tl.int64) * lines) * ROW_INTS
+    own_tile, _, own_len, _, _, _, _, first_line, first_row = _place(tables, heads, q_len, kv_len, LINES_AT_ONCE)
+    lines = (own_len - 1) // own_tile + 1
+    group_row = first_row - first_line
+    COSTS = UNSORTED + rows.to(tl.int64) * ROW_INTS + group_row
+    own = first_line + tl.arange(0, LINES_AT_ONCE)
     inside = own < lines
-    cost = tl.load(base + own * ROW_INTS + 1, mask=inside, other=0) + tl.load(base + own * ROW_INTS + 2, mask=inside, other=0)
+    worth = (tl.load(COSTS + own, mask=inside, other=0).to(tl.int64) << 32) - own  # dearer, or as dear and earlier, is more
     rank = own * 0
     for start in range(0, lines, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        there = other < lines
-        costs = tl.load(base + other * ROW_INTS + 1, mask=there, other=-1)
-        costs += tl.load(base + other * ROW_INTS + 2, mask=there, other=0)
-        dearer = costs[None, :] > cost[:, None]
-        earlier = (costs[None, :] == cost[:, None]) & (other[None, :] < own[:, None])
-        rank += tl.sum(tl.where(dearer | earlier, 1, 0), 1)
-    to = ROWS + (before + group.to(tl.int64) * lines + rank) * ROW_INTS
+        others = (tl.load(COSTS + other, mask=other < lines, other=-1).to(tl.int64) << 32) - other
+        rank += tl.sum((others[None, :] > worth[:, None]).to(tl.int32), 1)
+    FROM = UNSORTED + (group_row + own).to(tl.int64) * ROW_INTS
+    TO = ROWS + (group_row + rank).to(tl.int64) * ROW_INTS
     for field in tl.static_range(12):
-        tl.store(to + field, tl.load(base + own * ROW_INTS + field, mask=inside, other=0), mask=inside)
+        tl.store(TO + field, tl.load(FROM + field, mask=inside, other=0), mask=inside)

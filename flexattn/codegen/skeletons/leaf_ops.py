@@ -43,6 +43,12 @@ def floor_mod_by(a, b: tl.constexpr):
 
 
 @triton.jit
+def clamped(a, MOST: tl.constexpr):
+    """a as 64 bits, brought to [-MOST, MOST]."""
+    return tl.minimum(tl.maximum(a.to(tl.int64), -MOST), MOST)
+
+
+@triton.jit
 def logical_not(a):
     return a == 0
 
