@@ -329,3 +329,16 @@ def test_tile_maps_are_made_before_they_are_needed() -> None:
     cpu.forward(problem, plan)
     assert block_mask.tile_map(cpu_rows.Q_TILE, cpu_rows.KV_TILE) is made
     assert cpu_mods._flatten.cache_info().hits > 0
+
+
+def test_a_derivative_that_is_infinite_at_a_dropped_pair_gives_no_gradient() -> None:
+    """d log(w) / dw is infinite where w is 0: with the gradient 0 of a dropped pair it would make NaN."""
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    weight = torch.rand(40) + 0.5
+    weight[::3] = 0
+    weight.requires_grad_()
+    mask_mod = lambda b, h, q_idx, kv_idx: kv_idx % 3 != 0
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + torch.log(weight[j]), mask_mod=mask_mod)
+    (grad,) = torch.autograd.grad(out.square().sum(), weight)
+    assert torch.equal(grad[::3], torch.zeros(14))
+    assert torch.isfinite(grad).all() and grad[1::3].abs().min() > 0
