@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-RUNS_AT_ONCE = 1 << 15  # that wait to be joined
+RUNS_AT_ONCE = 1 << 14  # that wait to be joined
 
 
 class Spans(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from flexattn.errors import CaptureIndexError, OptionError
 from flexattn.frontend import periodic
-from flexattn.frontend.spans import Grid, Spans, cover, coverage
+from flexattn.frontend.spans import RUNS_AT_ONCE, Grid, LineRuns, Spans, cover, coverage
 from flexattn.frontend.tile_map import TileMap, build_tile_map
 from flexattn.frontend.trace import trace
 from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families
@@ -287,6 +287,19 @@ def test_memory_follows_the_answer() -> None:
     tracemalloc.stop()
     assert peak < 4 << 20
     assert tile_map.full.tiles() + tile_map.partial.tiles() < 2048 * 9
+
+
+def test_waiting_runs_are_narrow_and_few() -> None:
+    """Runs are int32 wherever a grid allows it, int64 beyond, and are joined before many wait."""
+    narrow, wide = (LineRuns(n, (8192, 8192), (8192, 8192), torch.device("cpu")) for n in (1, 64))
+    for lines, dtype in ((narrow, torch.int32), (wide, torch.int64)):
+        for begin in range(0, 1 << 17, 4096):
+            at = torch.arange(begin, begin + 4096)
+            lines.full.add(at, at + 1)
+            assert lines.full.size <= RUNS_AT_ONCE
+        starts, stops = lines.full.joined()
+        assert starts.dtype == stops.dtype == dtype
+        assert (starts.tolist(), stops.tolist()) == ([0], [1 << 17])
 
 
 # ---------------------------------------------------------------- masks that repeat along the diagonal
