@@ -32,7 +32,7 @@ from flexattn.runtime.validate import place_captures
 _MOST_BYTES = 1 << 28  # of the spans of tables made together; a row's room takes 16 bytes for each span of a kind
 _ROW_INTS = 12
 _NO_PROGRAM = (1 << 31) - 1  # where a table begins that there is not
-_ORDER = TileConfig(64, 128, 4, 1)
+_ORDER = TileConfig(64, 64, 4, 1)
 _ROW = TileConfig(64, 64, 1, 1)  # a row's program works on vectors of 64 lanes; the tiles themselves are arguments
 _FILL = TileConfig(64, 64, 2, 1)
 _RANGES = TileConfig(64, 64, 4, 1)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 FAST = (80, 90, 100, GFX942)  # the others have 80's code, but for the number that is written into it
 SPILLS = 96  # bytes a thread; the most today is 68, in the slow path of a sine
-ROW, FILL, ORDER, RANGES = (TileConfig(*c, 1) for c in ((64, 64, 1), (64, 64, 2), (64, 128, 4), (64, 64, 4)))
+ROW, FILL, ORDER, RANGES = (TileConfig(*c, 1) for c in ((64, 64, 1), (64, 64, 2), (64, 64, 4), (64, 64, 4)))
 IDS, FIRST, WINDOW = torch.zeros(9, dtype=torch.int32), torch.zeros(9, dtype=torch.int64), 9
 PADDING, ROWS, VALUES = torch.zeros(2, 9, dtype=torch.bool), torch.zeros(9, 9, dtype=torch.bool), torch.zeros(9)
 MASKS = {

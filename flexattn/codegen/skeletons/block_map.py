@@ -440,11 +440,12 @@ def block_order(UNSORTED, ROWS, NEEDED, TOLD, tables, rows, heads, q_len, kv_len
     own = first_line + tl.arange(0, LINES_AT_ONCE)
     inside = own < lines
     worth = (tl.load(COSTS + own, mask=inside, other=0).to(tl.int64) << 32) - own  # dearer, or as dear and earlier, is more
-    rank = own * 0
+    before = tl.zeros((LINES_AT_ONCE, OTHERS), tl.int32)  # added up once at the end: each sum over lanes would wait for shuffles
     for start in range(0, lines, OTHERS):
         other = start + tl.arange(0, OTHERS)
         others = (tl.load(COSTS + other, mask=other < lines, other=-1).to(tl.int64) << 32) - other
-        rank += tl.sum((others[None, :] > worth[:, None]).to(tl.int32), 1)
+        before += (others[None, :] > worth[:, None]).to(tl.int32)
+    rank = tl.sum(before, 1)
     FROM = UNSORTED + (group_row + own).to(tl.int64) * ROW_INTS
     TO = ROWS + (group_row + rank).to(tl.int64) * ROW_INTS
     for field in tl.static_range(12):
