@@ -18,6 +18,7 @@ from flexattn.frontend.zones import zones
 
 _SKELETONS = {
     "forward": ("forward", "attention_forward"),
+    "hopper_forward": ("hopper_forward", "attention_forward"),
     "delta": ("backward", "attention_backward_delta"),
     "dq": ("backward", "attention_backward_dq"),
     "dkdv": ("backward", "attention_backward_dkdv"),
@@ -29,6 +30,7 @@ _SKELETONS = {
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
 _BUILDERS = ("ranges", "block_map", "fill", "order")  # of the mask builder; they know nothing of q, k and v
 MOST_TABLES, TABLE_INTS = 3, 5  # as skeletons/block_map.py has them
+WARPGROUP_ROWS = 64  # of queries, as skeletons/hopper_forward.py has them
 _LENGTHS = {"rows": "i32", "heads": "i32", "q_len": "i32", "kv_len": "i32"}
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
@@ -140,7 +142,7 @@ class _Arguments:
         """A [batch, heads, length, dim] tensor and the tuple of its strides (batch and head always 64 bit); with a block
         of (rows, dims) it comes as a tensor descriptor."""
         step = "i64" if layout.is_wide else "i32"
-        shape = "" if block is None else f"[1, 1, {block[0]}, {block[1]}]"
+        shape = "" if block is None else f"[1, 1, {block[0]}, {block[1]}]{_shared_layout(self.spec)}"
         self.types[name] = f"tensordesc<{layout.dtype}{shape}>" if shape else f"*{layout.dtype}"
         self.types[strides] = ("i64", "i64", step, step)
         if layout.is_aligned:
@@ -165,6 +167,25 @@ class _Arguments:
         for kind, wide in zip(self.spec.number_kinds, self.spec.wide_numbers):
             flat.append("fp32" if kind == "float" else "i64" if wide else "i32")
         self.types["caps"] = tuple(flat) or ("i32",)
+
+
+def _shared_layout(spec: KernelSpec) -> str:
+    """How tiles lie in shared memory, which Gluon asks and Triton finds by itself: the head dims of its kernels fill the widest
+    swizzle."""
+    if not spec.is_gluon:
+        return ""
+    numbers = "swizzle_byte_width=128, element_bitwidth=16, rank=4"
+    return f",NVMMASharedLayout({numbers}, transposed=False, fp4_padded=False, cga_layout=[])"
+
+
+def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    _inputs(arguments)
+    v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
+    arguments.tensor("OUT", TensorLayout(spec.layouts[0].dtype, True, False), "out_strides", (WARPGROUP_ROWS, v_pad))
+    arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_GRID, **_WALK)
+    arguments.captures()
+    return arguments.types, arguments.aligned
 
 
 def _forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
@@ -204,7 +225,8 @@ def _dkdv_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | 
 def _inputs(arguments: _Arguments, names: tuple[str, ...] = ("Q", "K", "V")) -> None:
     spec = arguments.spec
     (qk_pad, v_pad), config = tile_dims(spec.qk_dim, spec.v_dim, spec.target), spec.config
-    blocks = ((config.BLOCK_M, qk_pad), (config.BLOCK_N, qk_pad), (config.BLOCK_N, v_pad), (config.BLOCK_M, v_pad))
+    q_rows = WARPGROUP_ROWS if spec.is_gluon else config.BLOCK_M
+    blocks = ((q_rows, qk_pad), (config.BLOCK_N, qk_pad), (config.BLOCK_N, v_pad), (config.BLOCK_M, v_pad))
     for name, layout, is_described, block in zip(names, spec.layouts, spec.described, blocks):
         arguments.tensor(name, layout, f"{name.lower()}_strides", block if is_described else None)
 
@@ -241,7 +263,7 @@ def tree_type(capture: CaptureLayout) -> str:
 
 
 _SIGNATURES = {
-    "forward": _forward_signature, "delta": _delta_signature, "dq": _dq_signature, "dkdv": _dkdv_signature,
+    "forward": _forward_signature, "hopper_forward": _hopper_forward_signature, "delta": _delta_signature, "dq": _dq_signature, "dkdv": _dkdv_signature,
     **dict.fromkeys(_BUILDERS, _builder_signature),
 }  # fmt: skip
 
@@ -256,6 +278,10 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
                 "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
+    if spec.kernel == "hopper_forward":
+        is_lazy = v_pad > 64 or spec.mask is not None  # measured: not where heads are narrow and every tile is full
+        return {"SCORE_MOD": None, "MASK_MOD": None, "QK_PAD": qk_pad, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M,
+                "BLOCK_N": spec.config.BLOCK_N, "FOLD_SCALE": spec.fold_scale, "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max}  # fmt: skip
     values: dict[str, Any] = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
         "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,

@@ -70,7 +70,7 @@ class CaptureLayout(NamedTuple):
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    kernel: str  # 'forward', 'delta', 'dq', 'dkdv'; of the mask builder 'ranges', 'block_map', 'order'
+    kernel: str  # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv'; of the mask builder 'ranges', 'block_map', 'order'
     target: Target
     config: TileConfig
     qk_dim: int
@@ -122,9 +122,14 @@ class KernelSpec:
         return box_bounds(self.mask).valued if self.mask is not None else ()
 
     @property
+    def is_gluon(self) -> bool:
+        """Whether the kernel says where each element lies: its skeleton is written in Gluon."""
+        return self.kernel == "hopper_forward"
+
+    @property
     def dialect(self) -> str:
         """Whose spelling of an operation the leaves use."""
-        return "triton_interpret" if self.target.is_interpreter else "triton"
+        return "gluon" if self.is_gluon else "triton_interpret" if self.target.is_interpreter else "triton"
 
     @property
     def math(self) -> str:

@@ -246,7 +246,10 @@ def build(source: KernelSource) -> Any:
 
 def ast_source(source: KernelSource) -> Any:
     """What Triton's compiler starts from: the skeleton, with the type or the value of every argument."""
-    from triton.compiler import ASTSource
+    if source.spec.is_gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    else:
+        from triton.compiler import ASTSource
 
     function = jit_function(source)
     constants = {**source.constexprs, **leaf_arguments(source)}

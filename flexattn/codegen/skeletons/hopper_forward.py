@@ -1,0 +1,422 @@
+"""Forward attention kernel for Hopper in Gluon: the same arguments, table and results as forward.py, for tiles that all come
+and go through tensor descriptors. It has been compiled and never been run on a GPU: it is switched off by default.
+
+The ideas, each for one reason:
+  roles      one warp copies tiles of keys and values to shared memory, 2 or 3 warpgroups of 64 queries each work on them: copying
+             then costs the warpgroups neither registers nor instructions.
+  overlap    a step issues the scores of its tile and the values of the tile before, and takes the softmax of the former while the
+             latter are still being multiplied: the tensor cores do not wait for exponentials.
+  turns      warpgroups issue their products one after the other, so that one's softmax falls into another's products.
+  releases   "this buffer is free" is an arrival at a named barrier, which blocks nobody; an mbarrier's is a barrier of the warpgroup.
+  lazy peak  the reference maximum of a row stays until it has grown by 2**8, and a warp none of whose rows moved does not rescale
+             its output (IS_LAZY); probabilities of up to 2**8 cost float32 sums and half types no digit.
+  lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
+
+A row's first tile is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that barriers
+have no case of their own for it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flexattn.codegen.skeletons import softmax, tiles
+
+_renamed = hasattr(tma, "async_store")  # since Triton 3.7
+copy_in = tma.async_load if _renamed else tma.async_copy_global_to_shared
+copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
+
+QUERIES = gl.constexpr(64)  # of queries, of one warpgroup
+PRODUCER = gl.constexpr(32)  # threads
+FULL = gl.constexpr(0)
+PARTIAL = gl.constexpr(1)
+FIRST = gl.constexpr(2)
+# Named barriers; Triton itself takes one for each role and two more. Two each of keys and values, then the turns.
+K_FREE = gl.constexpr(5)
+V_FREE = gl.constexpr(7)
+TURN = gl.constexpr(9)
+
+
+# ---------------------------------------------------------------- layouts
+@gluon.constexpr_function
+def sums_of(columns):
+    """How a warpgroup holds a product of 64 rows."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def lane_sums_layout():
+    """[64, 4]: what each of the four lanes of a row has summed."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
+        block_bases=[], shape=[64, 4],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what Gluon has no word for
+@gluon.jit
+def barrier_wait(number, THREADS: gl.constexpr):
+    """Waits until THREADS threads have come to a named barrier, these included."""
+    text: gl.constexpr = f"bar.sync $1, {THREADS}; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def barrier_arrive(number, THREADS: gl.constexpr):
+    """Comes to a named barrier and goes on."""
+    text: gl.constexpr = f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque(index):
+    """The same index, of which the compiler knows nothing: otherwise it packs the comparisons of a thread into bits and takes them
+    out again, a third of a masked tile's instructions."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=True, pack=1)
+
+
+# A warp's vote lives in a register of the whole kernel, as a tensor's elements cannot become one thread's condition.
+@gluon.jit
+def declare_vote():
+    text: gl.constexpr = ".reg .b32 any_row_moved; mov.b32 any_row_moved, 0; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def vote(correction):
+    """Whether a correction of this warp differs from 1; gives back the corrections."""
+    text: gl.constexpr = (
+        "{ .reg .pred a, b; setp.neu.f32 a, $2, 0f3F800000; setp.neu.f32 b, $3, 0f3F800000; or.pred a, a, b; "
+        "vote.sync.any.pred a, a, 0xffffffff; selp.b32 any_row_moved, 1, 0, a; mov.b32 $0, $2; mov.b32 $1, $3; }"
+    )
+    return gl.inline_asm_elementwise(text, "=f,=f,f,f", [correction], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def any_row_moved():
+    text: gl.constexpr = "mov.b32 $0, any_row_moved;"
+    return gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1) != 0
+
+
+# ---------------------------------------------------------------- the ring of buffers
+@gluon.jit
+def buffer_of(at):
+    """(buffer, phase of its barrier) of the tile at a position; there are two buffers."""
+    return at & 1, (at >> 1) & 1
+
+
+@gluon.jit
+def further_span(EXTRA, more, span, start, stop):
+    """A span's ends: the first one's came with the row."""
+    if span > 0:
+        start = gl.load(EXTRA + 2 * (more + span - 1))
+        stop = gl.load(EXTRA + 2 * (more + span - 1) + 1)
+    return start, stop
+
+
+@gluon.jit
+def put(TENSOR, buffers, ready, batch, head, block, at, FREE: gl.constexpr, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
+    """Copies a tile of keys or values to its buffer, once that is free."""
+    buffer, _ = buffer_of(at)
+    if at >= 2:
+        barrier_wait(FREE + buffer, THREADS)
+    mbarrier.expect(ready.index(buffer), TENSOR.block_type.nbytes)
+    copy_in(TENSOR, [batch, head, block * BLOCK_N, 0], ready.index(buffer), buffers.index(buffer))
+
+
+@gluon.jit
+def put_spans(K, V, ring, line, EXTRA, place, at, last, KIND: gl.constexpr, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
+    """Copies all tiles of one kind: the keys of each, then the values of the one before, in the order of their release."""
+    k_buffers, v_buffers, k_ready, v_ready = ring
+    k_batch, v_batch, head = place
+    spans, start, stop, more = tiles.first_span(line, KIND)
+    for span in range(spans):
+        start, stop = further_span(EXTRA, more, span, start, stop)
+        for block in range(start, stop):
+            put(K, k_buffers, k_ready, k_batch, head, block, at, K_FREE, BLOCK_N, THREADS)
+            if at > 0:
+                put(V, v_buffers, v_ready, v_batch, head, last, at - 1, V_FREE, BLOCK_N, THREADS)
+            last = block
+            at += 1
+    return at, last
+
+
+@gluon.jit
+def produce(Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, place, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The copying warp."""
+    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    k_buffers, v_buffers, k_ready, v_ready = ring
+    k_batch, v_batch, kv_head = place
+    batch, head, first = q_place
+    for group in gl.static_range(WARPGROUPS):
+        mbarrier.expect(q_ready.index(group), Q.block_type.nbytes)
+        copy_in(Q, [batch, head, first + group * QUERIES, 0], q_ready.index(group), q_tiles.index(group))
+    at = 0
+    last = 0
+    at, last = put_spans(K, V, ring, line, EXTRA, place, at, last, PARTIAL, BLOCK_N, THREADS)
+    at, last = put_spans(K, V, ring, line, EXTRA, place, at, last, FULL, BLOCK_N, THREADS)
+    if at == 0:  # a row without tiles
+        put(K, k_buffers, k_ready, k_batch, kv_head, 0, 0, K_FREE, BLOCK_N, THREADS)
+        at += 1
+    put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
+
+
+# ---------------------------------------------------------------- softmax
+@gluon.jit
+def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+             BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr):
+    """Scores as the user's functions leave them, -inf where a pair does not count. The FIRST tile may be a partial one, a full one,
+    whose mask is not asked, or one of a row that has none."""
+    S: gl.constexpr = sums_of(BLOCK_N)
+    batch, head, first, kv_len, scale, _, is_partial, is_full = place
+    scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
+    if SCORE_MOD is not None or KIND != FULL:
+        q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, gl.SliceLayout(1, S)), 1)
+        kv_idx = gl.expand_dims(opaque(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))), 0)
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, caps)
+    if KIND != FULL:
+        keep = kv_idx < kv_len
+        if MASK_MOD is not None:
+            keep = keep & MASK_MOD(batch, head, q_idx, kv_idx, caps)
+        if KIND == FIRST:
+            keep = (keep & is_partial) | is_full
+        scores = gl.where(keep, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def lane_sums(probs, BLOCK_N: gl.constexpr):
+    """[64, 4]: sums of each lane's own elements."""
+    apart = gl.reshape(probs, [QUERIES, BLOCK_N // 8, 4, 2])
+    return gl.convert_layout(gl.sum(gl.sum(apart, 3), 1), lane_sums_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def update(scores, factor, peak, total, top, BLOCK_N: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+    """One step of the online softmax, in base 2: probabilities, correction of what came before, new row state.
+
+    peak: what exponents are taken against; top: the largest score, kept where somebody wants it."""
+    highest = gl.max(scores, 1) * factor
+    new_peak = gl.maximum(peak, highest)
+    if WANT_MAX:
+        top = gl.maximum(top, highest)
+    if IS_LAZY:
+        new_peak = gl.where(new_peak - peak > 8.0, new_peak, peak)
+    safe_peak = gl.where(new_peak == float("-inf"), 0.0, new_peak)
+    probs = gl.exp2(scores * factor - gl.expand_dims(safe_peak, 1))
+    correction = gl.exp2(peak - safe_peak)
+    lanes = gl.convert_layout(correction, gl.SliceLayout(1, lane_sums_layout()), assert_trivial=True)
+    total = total * gl.expand_dims(lanes, 1) + lane_sums(probs, BLOCK_N)
+    return probs, correction, new_peak, total, top
+
+
+@gluon.jit
+def corrected(acc, correction, O: gl.constexpr, IS_LAZY: gl.constexpr):
+    """The output's sums against a new peak."""
+    rows = gl.convert_layout(correction, gl.SliceLayout(1, O))
+    if IS_LAZY:
+        rows = vote(rows)
+        if any_row_moved():
+            acc = acc * gl.expand_dims(rows, 1)
+    else:
+        acc = acc * gl.expand_dims(rows, 1)
+    return acc
+
+
+# ---------------------------------------------------------------- the working warpgroups
+@gluon.jit
+def issue_scores(q, buffers, buffer, BLOCK_N: gl.constexpr, QK_PAD: gl.constexpr):
+    """Starts queries times keys."""
+    keys = buffers.index(buffer).reshape([BLOCK_N, QK_PAD]).permute((1, 0))
+    zeros = gl.zeros([QUERIES, BLOCK_N], gl.float32, sums_of(BLOCK_N))
+    return warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_values(probs, acc, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.constexpr):
+    """Starts probabilities times values; probabilities become an operand only here, as one that is carried around a loop is
+    taken apart and put together again."""
+    operand = gl.convert_layout(probs, gl.DotOperandLayout(0, sums_of(V_PAD), k_width=2))
+    return warpgroup_mma(operand, buffers.index(buffer).reshape([BLOCK_N, V_PAD]), acc, is_async=True)
+
+
+@gluon.jit
+def step(state, block, q, ring, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr, SCORE_MOD: gl.constexpr,
+         MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
+         WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+    """The softmax of one tile, beside the values of the tile before, whose probabilities and correction `state` holds."""
+    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    acc, probs, correction, peak, total, top, at = state
+    k_buffers, v_buffers, k_ready, v_ready = ring
+    buffer, phase = buffer_of(at)
+    before = buffer ^ 1
+    mbarrier.wait(k_ready.index(buffer), phase)
+    barrier_wait(TURN + GROUP, 256)
+    scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD)
+    if IS_LAZY:  # behind the scores, which it does not delay
+        acc = corrected(acc, correction, sums_of(V_PAD), True)
+    mbarrier.wait(v_ready.index(before), phase ^ before)
+    acc = issue_values(probs, acc, v_buffers, before, BLOCK_N, V_PAD)
+    barrier_arrive(TURN + (GROUP + 1) % WARPGROUPS, 256)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    barrier_arrive(K_FREE + buffer, THREADS)
+    scores = modified(scores, block, place, caps, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
+    new_probs, correction, peak, total, top = update(scores, place[5], peak, total, top, BLOCK_N, IS_LAZY, WANT_MAX)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier_arrive(V_FREE + before, THREADS)
+    if not IS_LAZY:
+        acc = corrected(acc, correction, sums_of(V_PAD), False)
+    return acc, new_probs.to(v_buffers.dtype), correction, peak, total, top, at + 1
+
+
+@gluon.jit
+def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+          BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
+          WANT_MAX: gl.constexpr):
+    """Every tile of one kind but the first `skipped` ones of the first span."""
+    acc, probs, correction, peak, total, top, at = state
+    spans, start, stop, more = tiles.first_span(line, KIND)
+    start += skipped
+    for span in range(spans):
+        start, stop = further_span(EXTRA, more, span, start, stop)
+        for block in range(start, stop):
+            acc, probs, correction, peak, total, top, at = step(
+                (acc, probs, correction, peak, total, top, at), block, q, ring, place, caps, GROUP, KIND, SCORE_MOD,
+                MASK_MOD, QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
+            )  # fmt: skip
+    return acc, probs, correction, peak, total, top, at
+
+
+@gluon.jit
+def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes,
+            SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+            BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
+            WANT_MAX: gl.constexpr):
+    """One warpgroup: 64 queries from their first tile to their output."""
+    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    S: gl.constexpr = sums_of(BLOCK_N)
+    O: gl.constexpr = sums_of(V_PAD)
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    k_buffers, v_buffers, k_ready, v_ready = ring
+    batch, head, first = q_place
+    pair, q_len, kv_len, scale = sizes
+    first += GROUP * QUERIES
+    factor = softmax.factor_of(scale, FOLD_SCALE)
+    is_partial = gl.load(line + 2) > 0
+    is_full = (gl.load(line + 1) > 0) & (gl.load(line + 2) == 0)
+    place = (batch, head, first, kv_len, scale, factor, is_partial, is_full)
+    if GROUP == WARPGROUPS - 1:  # the first turn is the first group's
+        barrier_arrive(TURN, 256)
+    q = q_tiles.index(GROUP).reshape([QUERIES, QK_PAD])
+
+    # the first tile
+    _, first_full, _, _ = tiles.first_span(line, FULL)
+    _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
+    mbarrier.wait(q_ready.index(GROUP), 0)
+    mbarrier.wait(k_ready.index(0), 0)
+    scores = issue_scores(q, k_buffers, 0, BLOCK_N, QK_PAD)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    barrier_arrive(K_FREE, THREADS)
+    block = gl.where(is_partial, first_partial, first_full)
+    scores = modified(scores, block, place, caps, FIRST, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
+    peak = gl.full([QUERIES], float("-inf"), gl.float32, R)
+    total = gl.full([QUERIES, 4], 0.0, gl.float32, lane_sums_layout())
+    probs, correction, peak, total, top = update(scores, factor, peak, total, peak, BLOCK_N, False, WANT_MAX)
+
+    # all others
+    acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
+    state = (acc, probs.to(v_buffers.dtype), correction, peak, total, top, 1)
+    state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, V_PAD,
+                  BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
+    skipped = gl.where(is_partial, 0, 1)
+    state = sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, V_PAD,
+                  BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
+
+    # the values of the last one
+    acc, probs, correction, peak, total, top, at = state
+    if IS_LAZY:
+        acc = corrected(acc, correction, O, False)
+    buffer, phase = buffer_of(at - 1)
+    mbarrier.wait(v_ready.index(buffer), phase)
+    acc = issue_values(probs, acc, v_buffers, buffer, BLOCK_N, V_PAD)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+
+    # results
+    sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
+    rows = first + gl.arange(0, QUERIES, R)
+    at_rows = pair.to(gl.int64) * q_len + rows
+    gl.store(LSE + at_rows, softmax.row_lse(peak, sums, False), mask=rows < q_len)
+    if WANT_MAX:
+        gl.store(MAX + at_rows, softmax.natural_peak(top, False), mask=rows < q_len)
+    sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, O)), 1)
+    out = gl.where(sums == 0.0, 0.0, acc * (1.0 / sums))  # an empty row
+    o_tile = o_tiles.index(GROUP)
+    o_tile.reshape([QUERIES, V_PAD]).store(out.to(v_buffers.dtype))
+    fence_async_shared()
+    copy_out(OUT, [batch, head, first, 0], o_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides, v_strides, out_strides, caps, scale,
+                      q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
+                      SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+                      BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
+                      WANT_MAX: gl.constexpr):
+    """BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: pairs * lines programs."""
+    WARPGROUPS: gl.constexpr = BLOCK_M // 64
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, QK_PAD], Q.layout)
+    k_buffers = gl.allocate_shared_memory(K.dtype, [2, 1, 1, BLOCK_N, QK_PAD], K.layout)
+    v_buffers = gl.allocate_shared_memory(V.dtype, [2, 1, 1, BLOCK_N, V_PAD], V.layout)
+    if QK_PAD == V_PAD:  # queries are read for the last time before the output is written
+        o_tiles = q_tiles
+    else:
+        o_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, V_PAD], OUT.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for warpgroup in gl.static_range(WARPGROUPS):
+        mbarrier.init(q_ready.index(warpgroup), count=1)
+    for buffer in gl.static_range(2):
+        mbarrier.init(k_ready.index(buffer), count=1)
+        mbarrier.init(v_ready.index(buffer), count=1)
+    fence_async_shared()
+    if IS_LAZY:
+        declare_vote()
+    pair, rank = tiles.locate(gl.program_id(0), pairs, lines, swizzle)
+    batch = pair // q_heads
+    head = pair % q_heads
+    line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
+    first = gl.load(line) * BLOCK_M
+    ring = (k_buffers, v_buffers, k_ready, v_ready)
+    q_place = (batch, head, first)
+    kv_place = (gl.where(k_strides[0] == 0, 0, batch), gl.where(v_strides[0] == 0, 0, batch), head // group)
+    sizes = (pair, q_len, kv_len, scale)
+    # registers of a thread: the copying warp 24, the others what is left
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.static_assert(WARPGROUPS == 3)
+        gl.warp_specialize([
+            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
