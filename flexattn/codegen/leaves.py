@@ -23,6 +23,8 @@ import triton.language as tl
 
 from flexattn.codegen.skeletons import leaf_ops
 """
+# Functions that Triton compiles are inlined in kernels of Gluon as they are, where a tensor's layout follows from its operands.
+_OTHER_WORDS = {"gluon": {"tl.full([], ": "leaf_ops.scalar("}}  # a number has none
 _INDICES = "b, h, q_idx, kv_idx"
 
 
@@ -40,6 +42,17 @@ def arguments_of(spec: KernelSpec) -> tuple[Arguments, Arguments]:
 
 def leaf_functions(spec: KernelSpec) -> dict[str, str]:
     """Text of each function the kernel needs, by the skeleton's parameter name (SCORE_MOD, MASK_MOD, ...)."""
+    words = _OTHER_WORDS.get(spec.dialect, {})
+    return {parameter: _spelled(text, words) for parameter, text in _functions(spec).items()}
+
+
+def _spelled(text: str, words: dict[str, str]) -> str:
+    for word, other in words.items():
+        text = text.replace(word, other)
+    return text
+
+
+def _functions(spec: KernelSpec) -> dict[str, str]:
     if spec.kernel in ("delta", "ranges", "order"):
         return {}
     score_arguments, mask_arguments = arguments_of(spec)

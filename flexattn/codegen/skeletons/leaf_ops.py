@@ -48,6 +48,12 @@ def clamped(a, MOST: tl.constexpr):
     return tl.minimum(tl.maximum(a.to(tl.int64), -MOST), MOST)
 
 
+@tl.core.builtin
+def scalar(value, dtype, _semantic=None):
+    """A number of a type in a kernel of Gluon, whose `full` asks for a layout."""
+    return _semantic.scalar_constant(tl.core._unwrap_if_constexpr(value), tl.core._unwrap_if_constexpr(dtype))
+
+
 @triton.jit
 def logical_not(a):
     return a == 0

@@ -1,0 +1,43 @@
+"""A kernel in Gluon that does nothing but call a generated leaf, as leaf_kernel.py has one in Triton; it is only translated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def apply_leaf(OUT, caps, LEAF: gl.constexpr, IS_MASK: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    q_idx = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, layout)), 1)
+    kv_idx = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
+    zero = gl.program_id(0)
+    score = gl.zeros([16, 32], gl.float32, layout)
+    if IS_MASK:
+        value = gl.where(LEAF(zero, zero, q_idx, kv_idx, caps), 1.0, score)
+    else:
+        value = LEAF(score, zero, zero, q_idx, kv_idx, caps)
+    gl.store(OUT + q_idx * 32 + kv_idx, value)
+
+
+def translated(leaf: Any, caps: tuple[str, ...], *, is_mask: bool) -> str:
+    """The kernel with a leaf, verified, before any pass of the compiler."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = {"OUT": "*fp32", "caps": caps, "LEAF": "constexpr", "IS_MASK": "constexpr"}
+    source = GluonASTSource(apply_leaf, signature, {"LEAF": leaf, "IS_MASK": is_mask})
+    target = GPUTarget("cuda", 90, 32)
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options({"num_warps": 4, **source.parse_options()})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    assert module.verify()
+    return str(module)
