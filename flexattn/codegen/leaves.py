@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
+from flexattn.codegen.regrouped import in_base_2, one_index_a_side
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr
@@ -92,14 +93,21 @@ def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
 
 def _score(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
     printer = Printer(spec, arguments)
-    (value,) = printer.print([program.body])
-    result = _full(_as_float(value), program.body, "score")
-    return _function("score_mod", f"score, {_INDICES}, caps", [*printer.lines, f"return {result}"])
+    body = in_base_2(_regrouped(spec, program.body)) if spec.is_gluon else program.body
+    (value,) = printer.print([body])
+    result = _full(_as_float(value), body, "score")
+    given = "score, scale" if spec.is_gluon else "score"
+    return _function("score_mod", f"{given}, {_INDICES}, caps", [*printer.lines, f"return {result}"])
+
+
+def _regrouped(spec: KernelSpec, body: Expr) -> Expr:
+    """The body as kernels whose leaves cost as much as their products want it."""
+    return one_index_a_side(body) if spec.is_gluon and not any(spec.wide_numbers) else body
 
 
 def _mask(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
     printer = Printer(spec, arguments)
-    (value,) = printer.print([program.body])
+    (value,) = printer.print([_regrouped(spec, program.body)])
     text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
     return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
 

@@ -117,7 +117,7 @@ class Printer:
         return self._operation(node, args)
 
     def _variable(self, name: str) -> Value:
-        if name in ("score", "grad"):
+        if name in ("score", "grad", "scale"):
             return Value(name, "tl.float32")
         return Value(name, "tl.int32", (0, LIMIT_32 if self.spec.wide_lengths else SMALL_INDEX - 1))
 

@@ -18,7 +18,7 @@ def apply_leaf(OUT, caps, LEAF: gl.constexpr, IS_MASK: gl.constexpr):
     if IS_MASK:
         value = gl.where(LEAF(zero, zero, q_idx, kv_idx, caps), 1.0, score)
     else:
-        value = LEAF(score, zero, zero, q_idx, kv_idx, caps)
+        value = LEAF(score, 0.5, zero, zero, q_idx, kv_idx, caps)
     gl.store(OUT + q_idx * 32 + kv_idx, value)
 
 

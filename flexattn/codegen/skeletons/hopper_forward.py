@@ -171,16 +171,17 @@ def produce(Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, place, WARPGR
 @gluon.jit
 def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
              BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr):
-    """Scores as the user's functions leave them, -inf where a pair does not count. The FIRST tile may be a partial one, a full one,
+    """Scores as the user's functions leave them (a score_mod times log2(e), which its numbers take in), -inf where a pair does not count. The FIRST tile may be a partial one, a full one,
     whose mask is not asked, or one of a row that has none."""
     S: gl.constexpr = sums_of(BLOCK_N)
     batch, head, first, kv_len, scale, _, is_partial, is_full = place
-    scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
+    if SCORE_MOD is None:
+        scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
     if SCORE_MOD is not None or KIND != FULL:
         q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, gl.SliceLayout(1, S)), 1)
         kv_idx = gl.expand_dims(opaque(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))), 0)
     if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, caps)
+        scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps)
     if KIND != FULL:
         keep = kv_idx < kv_len
         if MASK_MOD is not None:
@@ -309,7 +310,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     batch, head, first = q_place
     pair, q_len, kv_len, scale = sizes
     first += GROUP * QUERIES
-    factor = softmax.factor_of(scale, FOLD_SCALE)
+    factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
     is_partial = gl.load(line + 2) > 0
     is_full = (gl.load(line + 1) > 0) & (gl.load(line + 2) == 0)
     place = (batch, head, first, kv_len, scale, factor, is_partial, is_full)
