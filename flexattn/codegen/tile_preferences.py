@@ -123,6 +123,12 @@ GATHERING: dict[str, dict[str, Rows]] = {
         "dkdv": ((64, ((64, 64, 8, 2),)), (128, ((32, 64, 8, 2), (32, 64, 4, 2)))),
     },
 }
+# the kernel in Gluon, by what its leaves take: registers of a row of keys, or an address an element
+HOPPER: dict[str, Rows] = {
+    "plain": ((64, ((192, 128, 4, 2),)), (128, ((128, 128, 4, 2), (128, 64, 4, 2))), (256, ((128, 64, 4, 2), (128, 32, 4, 2)))),
+    "by key": ((64, ((128, 128, 4, 2),)),),
+    "gathering": ((64, ((128, 128, 4, 2),)), (128, ((128, 64, 4, 2),)), (256, ((128, 32, 4, 2),))),
+}
 DEFAULT = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}
 
-__all__ = ["AMD", "DEFAULT", "GATHERING", "MASKED", "SCORED", "SHORT", "SINGLE", "SMALLEST", "Rows"]
+__all__ = ["AMD", "DEFAULT", "GATHERING", "HOPPER", "MASKED", "SCORED", "SHORT", "SINGLE", "SMALLEST", "Rows"]

@@ -55,9 +55,10 @@ LEAVES = _leaves()
 def spec_of(
     kernel: str, *, arch: int, dim: int, v_dim: int | None = None, leaf: str = "causal", dtype: str = "bf16",
     config: TileConfig | None = None, aligned: bool = True, precision: str = "ieee",
+    leaves: tuple[Traced | None, Traced | None] | None = None,
 ) -> KernelSpec:  # fmt: skip
-    """A kernel as the runtime would ask for it, with its preferred tiles."""
-    score, mask = LEAVES[leaf]
+    """A kernel as the runtime would ask for it, with its preferred tiles, for one of LEAVES or for the given ones."""
+    score, mask = leaves or LEAVES[leaf]
     bound = [t for t in (score, mask) if t is not None]
     layout = TensorLayout(dtype, aligned, False)
     capture_grads = (0,) if leaf in ("bias", "half bias") and kernel == "dq" else ()

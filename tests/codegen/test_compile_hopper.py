@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from flexattn import mods
 from flexattn.codegen.emit import emit
+from flexattn.codegen.hopper_tiles import hopper_tiles, why_not
+from flexattn.codegen.spec import KernelSpec
+from flexattn.codegen.target import target_of
 from flexattn.frontend.trace import trace
 from flexattn.runtime.compile import leaf_module
+from tests.codegen.compiled import LEAVES as PORTABLE_LEAVES
+from tests.codegen.compiled import compile_and_measure, spec_of
 from tests.goldens_of import GOLDENS
 from tests.leaf_kernel import spec_of as leaf_spec
 from tests.leaf_kernel import text_of
 from tests.spelling_cases import CASES, case
 
+LEAVES = {**PORTABLE_LEAVES, "window": (None, trace(mods.sliding_window(1024), "mask"))}
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter")
 
 
@@ -49,3 +58,65 @@ def test_whole_functions_are_spelled_in_gluon(function: object) -> None:
     text = text_of(spec)
     leaf = getattr(leaf_module(text, f"gluon{abs(hash(text))}"), f"{traced.program.kind}_mod")
     assert "tt.store" in translated(leaf, emit(spec).signature["caps"], is_mask=traced.program.kind == "mask")
+
+
+# ---------------------------------------------------------------- machine code
+SPILLS = 16  # bytes a thread: a register or two of what the loops do not use
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+
+
+def _spec(dims: tuple[int, int], leaf: str, **fields: object) -> KernelSpec:
+    programs = [t and t.program for t in LEAVES[leaf]]
+    config = hopper_tiles(target_of(90), qk_dim=dims[0], v_dim=dims[1], q_len=4096, programs=programs)[0]
+    dtype = str(fields.pop("dtype", "bf16"))
+    spec = spec_of(
+        "hopper_forward", arch=90, dim=dims[0], v_dim=dims[1], dtype=dtype, config=config, leaves=LEAVES[leaf]
+    )
+    return replace(spec, **fields)  # type: ignore[arg-type]
+
+
+def _check(spec: KernelSpec) -> str:
+    text, used = compile_and_measure(spec)
+    assert why_not(spec) is None
+    assert used.shared <= spec.target.shared_bytes
+    assert used.spills <= SPILLS, (spec.config, used)
+    assert used.notes == (), "the assembler serialises wgmma"
+    # setmaxnreg hands registers on: what the assembler was allowed is an equal share of all of them
+    assert used.registers == {2: 168, 3: 128}[spec.config.BLOCK_M // 64]
+    own, theirs = _barriers(text)
+    assert not own & theirs, "a named barrier of the skeleton is one of Triton's"
+    return text
+
+
+def _barriers(text: str) -> tuple[set[int], set[int]]:
+    """Named barriers of the skeleton, and those that the compiler took."""
+    found = {int(n) for n in re.findall(r"bar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", text)}
+    return set(range(5, 12)), found
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "leaves"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_head_dim(dims: tuple[int, int]) -> None:
+    assert "wgmma" in _check(_spec(dims, "causal"))
+
+
+@pytest.mark.parametrize("leaf", ["softcap", "alibi", "bias"])
+def test_leaves_of_narrow_heads(leaf: str) -> None:
+    _check(_spec((64, 64), leaf))
+
+
+def test_maxima_and_the_other_half_type() -> None:
+    text = _check(_spec((128, 128), "none", want_max=True, dtype="fp16"))
+    assert "f16.f16" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_leaf(dims: tuple[int, int], leaf: str) -> None:
+    _check(_spec(dims, leaf))

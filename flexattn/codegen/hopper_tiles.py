@@ -1,0 +1,74 @@
+"""Tiles of the forward kernel for Hopper, and whether it can serve a call: reads facts of a call, makes a short list.
+
+The idea: 64 queries a warpgroup and two buffers are fixed by the skeleton; what is left to choose is how many warpgroups (2 with 240
+registers a thread, 3 with 160) and how many keys, by what the assembler spills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flexattn.codegen.shared_memory import TileConfig, tile_dims
+from flexattn.codegen.spec import KernelSpec
+from flexattn.codegen.target import Target
+from flexattn.codegen.tile_config import gathers_of
+from flexattn.codegen.tile_preferences import HOPPER
+from flexattn.frontend.expr import DEP_KV
+
+if TYPE_CHECKING:
+    from flexattn.frontend.program import Program
+
+_BARRIERS = 1024  # and the captured values of a role
+_SHORTEST = 65  # queries; below that most of a tile's rows would be nobody's
+
+
+def hopper_tiles(
+    target: Target, *, qk_dim: int, v_dim: int, q_len: int, programs: Sequence[Program | None] = ()
+) -> tuple[TileConfig, ...]:
+    """Configurations of half types, best first; none where the portable kernel must serve.
+
+    Args:
+        target: where it will run.
+        qk_dim, v_dim: head dimensions.
+        q_len: only whether it is short matters.
+        programs: score and mask program.
+
+    Example:
+        >>> from flexattn.codegen.target import target_of
+        >>> hopper_tiles(target_of(90), qk_dim=64, v_dim=64, q_len=4096)[0]
+        TileConfig(BLOCK_M=192, BLOCK_N=128, num_warps=4, num_stages=2)
+    """
+    dims = tile_dims(qk_dim, v_dim, target)
+    if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len < _SHORTEST:
+        return ()
+    found = [TileConfig(*c) for kind in _kinds(programs) for pad, rows in HOPPER[kind] if pad >= max(dims) for c in rows]
+    return tuple(dict.fromkeys(c for c in found if _shared(c, dims) <= target.shared_bytes))[:2]
+
+
+def _kinds(programs: Sequence[Program | None]) -> tuple[str, ...]:
+    given = [p for p in programs if p is not None]
+    if any(gathers_of(p) for p in given):
+        return ("gathering", "plain")
+    if any(p.kind == "score" and p.body.deps & DEP_KV for p in given):
+        return ("by key", "plain")
+    return ("plain",)
+
+
+def _shared(config: TileConfig, dims: tuple[int, int]) -> int:
+    """Bytes: queries, two tiles each of keys and values, and the output where it does not fit the queries' place exactly."""
+    qk_pad, v_pad = dims
+    own = config.BLOCK_M * (qk_pad + (0 if qk_pad == v_pad else v_pad))
+    return 2 * (own + 2 * config.BLOCK_N * (qk_pad + v_pad)) + _BARRIERS
+
+
+def why_not(spec: KernelSpec) -> str | None:
+    """Why the kernel cannot serve a call whose tiles it has, or None where it can."""
+    if spec.layouts[0].dtype not in ("bf16", "fp16"):
+        return "its products are of bfloat16 and float16"
+    if not all(spec.described[:3]):
+        return "an input is expanded, or not aligned to 16 bytes"
+    return "value's head dimension is no multiple of 8" if spec.v_dim % 8 else None
+
+
+__all__ = ["hopper_tiles", "why_not"]
