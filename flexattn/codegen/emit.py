@@ -263,7 +263,8 @@ def tree_type(capture: CaptureLayout) -> str:
 
 
 _SIGNATURES = {
-    "forward": _forward_signature, "hopper_forward": _hopper_forward_signature, "delta": _delta_signature, "dq": _dq_signature, "dkdv": _dkdv_signature,
+    "forward": _forward_signature, "hopper_forward": _hopper_forward_signature, "delta": _delta_signature,
+    "dq": _dq_signature, "dkdv": _dkdv_signature,
     **dict.fromkeys(_BUILDERS, _builder_signature),
 }  # fmt: skip
 
@@ -280,8 +281,11 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     if spec.kernel == "hopper_forward":
         is_lazy = v_pad > 64 or spec.mask is not None  # measured: not where heads are narrow and every tile is full
-        return {"SCORE_MOD": None, "MASK_MOD": None, "QK_PAD": qk_pad, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M,
-                "BLOCK_N": spec.config.BLOCK_N, "FOLD_SCALE": spec.fold_scale, "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max}  # fmt: skip
+        return {
+            "SCORE_MOD": None, "MASK_MOD": None, "QK_PAD": qk_pad, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M,
+            "BLOCK_N": spec.config.BLOCK_N, "FOLD_SCALE": spec.fold_scale, "IS_LAZY": is_lazy,
+            "WANT_MAX": spec.want_max,
+        }  # fmt: skip
     values: dict[str, Any] = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
         "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flexattn.codegen.shared_memory import TileConfig, tile_dims
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import Target
-from flexattn.codegen.tile_config import gathers_of
+from flexattn.codegen.tile_config import SHORT_QUERIES, gathers_of
 from flexattn.codegen.tile_preferences import HOPPER
 from flexattn.frontend.expr import DEP_KV
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from flexattn.frontend.program import Program
 
 _BARRIERS = 1024  # and the captured values of a role
-_SHORTEST = 65  # queries; below that most of a tile's rows would be nobody's
 
 
 def hopper_tiles(
@@ -40,9 +39,11 @@ def hopper_tiles(
         TileConfig(BLOCK_M=192, BLOCK_N=128, num_warps=4, num_stages=2)
     """
     dims = tile_dims(qk_dim, v_dim, target)
-    if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len < _SHORTEST:
+    if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len <= SHORT_QUERIES:
         return ()
-    found = [TileConfig(*c) for kind in _kinds(programs) for pad, rows in HOPPER[kind] if pad >= max(dims) for c in rows]
+    found = [
+        TileConfig(*c) for kind in _kinds(programs) for pad, rows in HOPPER[kind] if pad >= max(dims) for c in rows
+    ]
     return tuple(dict.fromkeys(c for c in found if _shared(c, dims) <= target.shared_bytes))[:2]
 
 

@@ -38,12 +38,18 @@ def one_index_a_side(root: Expr) -> Expr:
 
 def _sided(node: Expr, args: list[Expr]) -> Expr:
     node = rebuild(node, args)
-    if node.op not in ("lt", "le", "eq", "ne") or node.args[0].dtype != torch.int64 or node.deps & _TILE != DEP_Q | DEP_KV:
+    if (
+        node.op not in ("lt", "le", "eq", "ne")
+        or node.args[0].dtype != torch.int64
+        or node.deps & _TILE != DEP_Q | DEP_KV
+    ):
         return node
     left, right = node.args
     if left.op == "abs" and node.op in ("lt", "le") and not right.deps & _TILE:  # |x| < r: x < r and -x < r
         inner = left.args[0]
-        return make("and", _separated(make(node.op, inner, right)), _separated(make(node.op, make("neg", inner), right)))
+        return make(
+            "and", _separated(make(node.op, inner, right)), _separated(make(node.op, make("neg", inner), right))
+        )
     return _separated(node)
 
 

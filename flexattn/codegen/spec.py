@@ -70,7 +70,7 @@ class CaptureLayout(NamedTuple):
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    kernel: str  # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv'; of the mask builder 'ranges', 'block_map', 'order'
+    kernel: str  # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv'; of masks 'ranges', 'block_map', 'fill', 'order'
     target: Target
     config: TileConfig
     qk_dim: int

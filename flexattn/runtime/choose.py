@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.codegen.hopper_tiles import hopper_tiles, why_not
 from flexattn.codegen.spec import (
     KernelSpec,
     TensorLayout,
@@ -24,11 +25,14 @@ from flexattn.codegen.spec import (
     wide_number,
 )
 from flexattn.codegen.tile_config import SHORT_QUERIES, TileConfig, candidates, dividing, is_fixed, trials
-from flexattn.errors import UnsupportedError
+from flexattn.errors import OptionError, UnsupportedError
 from flexattn.runtime import autotune
 from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
 from flexattn.runtime.plan import Plan, Problem
+
+WARP_SPECIALIZED = False  # by default; the kernel has been compiled and never been run on a GPU
+_FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
 
 
 class Chosen(NamedTuple):
@@ -65,6 +69,51 @@ def choose(
     if is_final:
         plan.memo[key] = plan.memo[without_facts] = chosen
     return chosen
+
+
+def forward_kernel(problem: Problem, plan: Plan) -> tuple[str, str]:
+    """Which kernel a call's forward runs, 'forward' or 'hopper_forward', and why, for people.
+
+    Raises:
+        OptionError: kernel_options asks for the one that cannot serve this call.
+    """
+    asked = problem.options.warp_specialized
+    if not (WARP_SPECIALIZED if asked is None else asked):
+        return "forward", "the default" if asked is None else "given by kernel_options"
+    key = ("forward kernel", _group(problem, "forward"), _fact_key(problem, None))
+    found: tuple[str, str] | None = plan.memo.get(key)
+    if found is None:
+        reason = _why_portable(problem, plan)
+        found = ("hopper_forward", "this is Hopper") if reason is None else ("forward", reason)
+        plan.memo[key] = found
+    if asked and found[0] == "forward":
+        raise OptionError(
+            "kernel_options 'warp_specialized' asks for a kernel that cannot serve this call",
+            given=found[1],
+            hint="leaving it out",
+        )
+    return found
+
+
+def forget_hopper(problem: Problem, plan: Plan) -> None:
+    """Remembers that the kernel for Hopper could not be built for calls like this one."""
+    key = ("forward kernel", _group(problem, "forward"), _fact_key(problem, None))
+    plan.memo[key] = ("forward", "no configuration of the kernel for Hopper could be built")
+
+
+def _why_portable(problem: Problem, plan: Plan) -> str | None:
+    """Why the kernel for Hopper cannot serve a call, or None where it can."""
+    target = devices.target_for(problem.q.device)
+    if target.arch != 90:
+        return f"it is for sm_90, and this is {'the interpreter' if target.is_interpreter else f'sm_{target.arch}'}"
+    if is_fixed("forward", _tile_options(problem, "forward")):
+        return "kernel_options fixes tiles of the portable kernel"
+    tiles = _listed(problem, plan, "hopper_forward", candidates)
+    if not tiles:
+        return "it takes more than 32 queries and head dimensions from 33 to 256"
+    if not _allowed(problem, tiles):
+        return f"its tiles do not divide the block mask's BLOCK_SIZE: {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in tiles)}"
+    return why_not(KernelSpec(kernel="hopper_forward", target=target, config=tiles[0], **kernel_facts(problem, plan)))
 
 
 def _built(spec: KernelSpec, device: torch.device) -> Chosen:
@@ -145,7 +194,7 @@ def bound(problem: Problem) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]
 
 def _likely_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
     """The facts a launch will find, as far as they can be known before the backward pass."""
-    if kernel == "forward":
+    if kernel in _FORWARD:
         return {**kernel_facts(problem, plan), "want_max": problem.want_max}
     facts = kernel_facts(problem, plan, fresh_layout(problem.q.dtype, problem.v.shape[3]))
     if kernel == "dq":
@@ -187,7 +236,10 @@ def _listed(
     problem: Problem, plan: Plan, kernel: str, rule: Callable[..., tuple[TileConfig, ...]]
 ) -> tuple[TileConfig, ...]:
     """What a rule of tile_config (`candidates` or `trials`) says for this call, whatever its mask."""
-    return rule(kernel, **_tile_facts(problem, plan, kernel))
+    facts = _tile_facts(problem, plan, kernel)
+    if kernel == "hopper_forward":
+        return hopper_tiles(**{name: facts[name] for name in ("target", "qk_dim", "v_dim", "q_len", "programs")})
+    return rule(kernel, **facts)
 
 
 def _tile_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
@@ -208,7 +260,7 @@ def _allowed(problem: Problem, configs: tuple[TileConfig, ...]) -> tuple[TileCon
 
 def _tile_options(problem: Problem, kernel: str) -> Any:
     """What a caller fixed of a kernel's tiles."""
-    return problem.options.forward if kernel == "forward" else _backward_options(problem)
+    return problem.options.forward if kernel in _FORWARD else _backward_options(problem)
 
 
 def _backward_options(problem: Problem) -> Any:
@@ -245,4 +297,14 @@ def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
     return autotune.size_class(q.shape[2], k.shape[2], pairs)
 
 
-__all__ = ["Chosen", "bound", "choose", "kernel_facts", "legal_tiles", "likely_tiles", "tiles_of"]
+__all__ = [
+    "Chosen",
+    "bound",
+    "choose",
+    "forget_hopper",
+    "forward_kernel",
+    "kernel_facts",
+    "legal_tiles",
+    "likely_tiles",
+    "tiles_of",
+]

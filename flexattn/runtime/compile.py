@@ -283,6 +283,8 @@ def _make(key: tuple[KernelSpec, int]) -> Any:
         source = emit(spec)
         interpreted = spec.target.is_interpreter
         kernel: Any = InterpretedKernel(source) if interpreted else Kernel(source, _loaded(build(source)))
+        if spec.is_gluon:
+            _refuse_spills(kernel.compiled.n_spills)
     except Exception as error:
         _FAILED[spec] = error
         raise
@@ -296,6 +298,15 @@ def _loaded(compiled: Any) -> Any:
     """Loads the binary on the current device now, so that too large a kernel fails here and not at its launch."""
     compiled._init_handles()
     return compiled
+
+
+_SPILLS = 16  # registers a thread
+
+
+def _refuse_spills(spilled: int) -> None:
+    """A kernel whose registers are handed out by role has no slower form that still is the best: another one is taken."""
+    if spilled > _SPILLS:
+        raise CompileError(f"it spills {spilled} registers a thread", given=f"{spilled}", hint="smaller tiles")
 
 
 def first_that_builds(

@@ -179,9 +179,11 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
     """What the forward kernel is generated from, the same facts as a launch, for this GPU or for sm_90; and why its tiles."""
     q, v = problem.q, problem.v
     if plan.backend == "triton":
-        target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, "forward")
+        kernel, reason = choose.forward_kernel(problem, plan)
+        target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, kernel)
+        why = why if kernel == "forward" and reason == "the default" else f"{why}; kernel: {reason}"
     else:  # the call runs whatever its tiles, so neither options nor a list mask may make this fail
-        target = target_of(90)
+        kernel, target = "forward", target_of(90)
         sizes: dict[str, Any] = {
             "element_bytes": q.element_size(),
             "qk_dim": q.shape[3],
@@ -190,7 +192,7 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
             "precision": "tf32" if plan.tf32 else "ieee",
         }
         config, why = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)[0], "the default"
-    spec = KernelSpec(kernel="forward", target=target, config=config, **choose.kernel_facts(problem, plan))
+    spec = KernelSpec(kernel=kernel, target=target, config=config, **choose.kernel_facts(problem, plan))
     return emit(spec), why
 
 

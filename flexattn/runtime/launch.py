@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flexattn.codegen.spec import KernelSpec, capture_layout, fresh_layout, tensor_layout, wide_number
 from flexattn.codegen.tile_config import TileConfig, delta_config, padded
+from flexattn.errors import CompileError
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
-from flexattn.runtime.choose import Chosen, bound, choose, likely_tiles
+from flexattn.runtime.choose import Chosen, bound, choose, forget_hopper, forward_kernel, likely_tiles
 from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
@@ -56,6 +57,13 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
 
     with devices.current(q.device):
         fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
+        kernel, _ = forward_kernel(problem, plan)
+        try:
+            return _run(problem, plan, kernel, start, fixed, (order,), want_max=problem.want_max)
+        except CompileError:
+            if kernel == "forward" or problem.options.warp_specialized:
+                raise
+            forget_hopper(problem, plan)
         return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
 
 
@@ -103,7 +111,10 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
     predicate, ready = problem.block_mask.predicate, ("ready", id(plan))
     if predicate is not None and ready in predicate.tables:
         return
-    tiles = ((kernel, config) for kernel in ("forward", "dq", "dkdv") for config in likely_tiles(problem, plan, kernel))
+    forward_one, _ = forward_kernel(problem, plan)
+    tiles = (
+        (kernel, config) for kernel in (forward_one, "dq", "dkdv") for config in likely_tiles(problem, plan, kernel)
+    )
     cuts = dict.fromkeys(_cut(config, kernel == "dkdv") for kernel, config in tiles)
     prepare_tables(problem, problem.block_mask, tuple(cuts))
     if predicate is not None and predicate.reusable and not devices.is_capturing(problem.q.device):
@@ -150,7 +161,7 @@ def _run(
 
     Args:
         problem, plan: One call.
-        kernel: 'forward', 'dq' or 'dkdv'.
+        kernel: 'forward', 'hopper_forward', 'dq' or 'dkdv'.
         start: Allocates results and starts the launch it is given.
         fixed: Makes the arguments that this kernel has beside those of every kernel, as far as they are sizes.
         key: What `fixed` rests on beside the sizes of q, k and v.

@@ -54,6 +54,7 @@ class FlexKernelOptions(TypedDict, total=False):
     BACKEND: Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE", "TORCH"]
     strict_nan: bool
     autotune: bool
+    warp_specialized: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class KernelOptions:
         forward, backward: tiles fixed for a direction (`fwd_`, `bwd_` prefixes; no prefix fixes both).
         strict_nan: a NaN or infinity at a masked position of a visited tile may not reach another row.
         autotune: time this call's legal tiles once and keep the fastest; `FLEXATTN_AUTOTUNE=1` where the call says nothing.
+        warp_specialized: whether the forward runs the kernel for Hopper whose warps have roles; None leaves the choice.
     """
 
     backend: str = "AUTO"
@@ -90,13 +92,14 @@ class KernelOptions:
     backward: TileOptions = TileOptions()
     strict_nan: bool = False
     autotune: bool = False
+    warp_specialized: bool | None = None
 
 
 DEFAULT = KernelOptions()
 _AUTOTUNED = KernelOptions(autotune=True)
 _TILE_KEYS = tuple(f.name for f in fields(TileOptions))
 _POWER_OF_TWO = frozenset(_TILE_KEYS) - {"num_stages"}
-_SWITCHES = ("strict_nan", "autotune")  # True or False, for both directions
+_SWITCHES = ("strict_nan", "autotune", "warp_specialized")  # True or False, for both directions
 _OURS = ("BACKEND", *_SWITCHES)
 # Known to torch, without an effect on these kernels; each reason ends up in a warning shown once.
 _HARMLESS = {
@@ -122,7 +125,7 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
     """Checks a kernel_options dictionary.
 
     Args:
-        kernel_options: torch's keys, and ours ('strict_nan', 'autotune', BACKEND='TORCH'); None means all defaults.
+        kernel_options: torch's keys, and ours ('strict_nan', 'autotune', 'warp_specialized', BACKEND='TORCH'); None means all defaults.
     Returns: KernelOptions.
     Raises:
         CallError: not a dictionary.
@@ -163,6 +166,9 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
         backward=TileOptions(**backward),
         strict_nan=_switch(kernel_options, "strict_nan", default=False),
         autotune=_switch(kernel_options, "autotune", default=settings.autotune()),
+        warp_specialized=_switch(kernel_options, "warp_specialized", default=False)
+        if "warp_specialized" in kernel_options
+        else None,
     )
 
 

@@ -171,8 +171,8 @@ def produce(Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, place, WARPGR
 @gluon.jit
 def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
              BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr):
-    """Scores as the user's functions leave them (a score_mod times log2(e), which its numbers take in), -inf where a pair does not count. The FIRST tile may be a partial one, a full one,
-    whose mask is not asked, or one of a row that has none."""
+    """Scores as the user's functions leave them, -inf where a pair does not count. A score_mod takes raw products and gives scores
+    in base 2. The FIRST tile may be a partial one, a full one, whose mask is not asked, or the one of a row that has none."""
     S: gl.constexpr = sums_of(BLOCK_N)
     batch, head, first, kv_len, scale, _, is_partial, is_full = place
     if SCORE_MOD is None:
