@@ -126,7 +126,7 @@ GATHERING: dict[str, dict[str, Rows]] = {
 # the kernel in Gluon, by what its leaves take: registers of a row of keys, or an address an element
 HOPPER: dict[str, Rows] = {
     "plain": (
-        (64, ((192, 128, 4, 2),)),
+        (64, ((192, 128, 4, 2), (128, 128, 4, 2))),
         (128, ((128, 128, 4, 2), (128, 64, 4, 2))),
         (256, ((128, 64, 4, 2), (128, 32, 4, 2))),
     ),

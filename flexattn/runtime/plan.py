@@ -194,6 +194,7 @@ def _plan(
     backend, reason = choose_backend(layout.dtype, device, options.backend, interpret=interpret)
     stats.record_plan(backend, reason)
     tiles = {*options.forward.given(), *options.backward.given(), *(["autotune"] if options.autotune else [])}
+    tiles |= {"warp_specialized"} if options.warp_specialized else set()
     if backend == "torch" and tiles:
         keys = ", ".join(sorted(tiles))
         settings.warn_once(f"torch path {keys}", f"kernel_options {keys}: no effect on the torch-ops path ({reason})")

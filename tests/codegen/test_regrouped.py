@@ -77,7 +77,8 @@ MASKS = {
 def test_masks(name: str) -> None:
     traced = trace(MASKS[name], "mask")
     got, want = (
-        _value(traced, body, torch.zeros(16, 32)) for body in (one_index_a_side(traced.program.body), traced.program.body)
+        _value(traced, body, torch.zeros(16, 32))
+        for body in (one_index_a_side(traced.program.body), traced.program.body)
     )
     assert torch.equal(got, want)
 

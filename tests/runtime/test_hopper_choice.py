@@ -1,0 +1,120 @@
+"""When the forward kernel for Hopper is taken, and what it is given: on a device that only says it is one."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn import BlockMask, create_block_mask, mods
+from flexattn.codegen.target import target_of
+from flexattn.codegen.tile_config import TileConfig
+from flexattn.errors import OptionError
+from flexattn.runtime import choose, launch
+from flexattn.runtime import compile as compiling
+from flexattn.runtime.attention import AuxRequest, prepare
+
+ASKED = {"warp_specialized": True}
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(90))
+
+
+def _inputs(dim: int = 64, length: int = 300, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(2, 4, length, dim, dtype=dtype) for _ in range(3))
+
+
+def _chosen(
+    qkv: tuple[torch.Tensor, ...], options: dict[str, Any] | None = None, mask: Any = None, score: Any = None
+) -> tuple[str, str]:
+    return choose.forward_kernel(*prepare(qkv, score, (mask, None), options=options))
+
+
+def test_it_is_off_by_default_and_taken_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _chosen(_inputs()) == ("forward", "the default")
+    assert _chosen(_inputs(), ASKED)[0] == "hopper_forward"
+    assert _chosen(_inputs(), {"warp_specialized": False}) == ("forward", "given by kernel_options")
+    monkeypatch.setattr(choose, "WARP_SPECIALIZED", True)
+    assert _chosen(_inputs())[0] == "hopper_forward"
+    assert _chosen(_inputs(), {"warp_specialized": False})[0] == "forward"
+
+
+@pytest.mark.parametrize(
+    "qkv, options, words",
+    [
+        (_inputs(dtype=torch.float32), {}, "products are of"),
+        (_inputs(dim=32), {}, "head dimensions"),
+        (_inputs(length=20), {}, "more than 32 queries"),
+        (_inputs(), {"BLOCK_M": 64}, "fixes tiles"),
+        (tuple(x[..., 1:] for x in _inputs(dim=65)), {}, "aligned"),
+    ],
+)
+def test_what_it_cannot_serve_is_said(
+    qkv: tuple[torch.Tensor, ...], options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OptionError, match=words):
+        _chosen(qkv, {**options, **ASKED})
+    monkeypatch.setattr(choose, "WARP_SPECIALIZED", True)
+    kernel, why = _chosen(qkv, options)
+    assert kernel == "forward" and words in why
+
+
+def test_list_masks_keep_their_blocks() -> None:
+    """Tiles of 192 queries divide no block of 128, and none divides one of 32."""
+    for block, words in ((128, ""), (32, "do not divide")):
+        mask = create_block_mask(mods.causal(), None, None, 384, 384, device="cpu", BLOCK_SIZE=block)
+        lists = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, mask_mod=mods.causal(), BLOCK_SIZE=block)
+        problem, plan = prepare(_inputs(length=384), None, (lists, None), options=ASKED)
+        if words:
+            with pytest.raises(OptionError, match=words):
+                choose.forward_kernel(problem, plan)
+        else:
+            assert choose.forward_kernel(problem, plan)[0] == "hopper_forward"
+            assert choose.legal_tiles(problem, plan, "hopper_forward") == (TileConfig(128, 128, 4, 2),)
+
+
+def test_other_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(100))
+    with pytest.raises(OptionError, match="sm_100"):
+        _chosen(_inputs(dim=72), ASKED)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+@pytest.mark.parametrize("want_max", [False, True])
+def test_a_launch_has_every_argument(want_max: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernel is replaced by one that notes how it is started."""
+    pytest.importorskip("triton.experimental.gluon")
+    started: list[tuple[Any, ...]] = []
+    fake = SimpleNamespace(
+        n_spills=0,
+        function=0,
+        packed_metadata=None,
+        run=lambda *given: started.append(given),
+        _init_handles=lambda: None,
+        launch_metadata=lambda *given: None,
+    )
+    monkeypatch.setattr(compiling, "build", lambda source: fake)
+    compiling.clear()
+    q, k, v = torch.zeros(2, 6, 300, 96, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 500, 96, dtype=torch.bfloat16)
+    slopes = torch.ones(6)
+    score = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+    aux = AuxRequest(lse=True, max_scores=want_max)
+    problem, plan = prepare((q, k, v), score, (None, None), options=ASKED, enable_gqa=True, aux=aux)
+    out, lse, peaks = launch.forward(problem, plan)
+    compiling.clear()
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and (peaks is not None) == want_max
+    (given,) = started
+    kernel = choose.choose(problem, plan, "hopper_forward", lambda chosen: None, want_max=want_max)
+    names = compiling.jit_function(kernel.kernel.source).arg_names  # type: ignore[union-attr]
+    values = dict(zip(names, given[-len(names) :]))
+    assert given[0] == 2 * 6 * 3  # 300 queries are three tiles of 128
+    assert values["Q"].block_shape == [1, 1, 64, 128] and values["Q"].base is problem.q
+    assert values["OUT"].block_shape == [1, 1, 64, 128] and values["OUT"].base is out
+    assert values["K"].shape == [1, 3, 500, 96] and values["k_strides"][0] == 0 and values["group"] == 2
+    missing = [n for n, kind in kernel.kernel.source.signature.items() if values[n] is None]
+    assert missing == []
