@@ -18,7 +18,7 @@ from flexattn.frontend.zones import zones
 
 _SKELETONS = {
     "forward": ("forward", "attention_forward"),
-    "hopper_forward": ("hopper_forward", "attention_forward"),
+    "hopper_forward": ("hopper_forward", "attention_forward_hopper"),
     "delta": ("backward", "attention_backward_delta"),
     "dq": ("backward", "attention_backward_dq"),
     "dkdv": ("backward", "attention_backward_dkdv"),
@@ -280,10 +280,12 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
                 "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     if spec.kernel == "hopper_forward":
+        part = qk_pad * 3 // 4  # whole columns of 64, or half a one
+        qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
         is_lazy = v_pad > 64 or spec.mask is not None  # measured: not where heads are narrow and every tile is full
         return {
-            "SCORE_MOD": None, "MASK_MOD": None, "QK_PAD": qk_pad, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M,
-            "BLOCK_N": spec.config.BLOCK_N, "FOLD_SCALE": spec.fold_scale, "IS_LAZY": is_lazy,
+            "SCORE_MOD": None, "MASK_MOD": None, "QK_PAD": qk_pad, "QK_USED": qk_used, "V_PAD": v_pad,
+            "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N, "FOLD_SCALE": spec.fold_scale, "IS_LAZY": is_lazy,
             "WANT_MAX": spec.want_max,
         }  # fmt: skip
     values: dict[str, Any] = {

@@ -233,11 +233,19 @@ def corrected(acc, correction, O: gl.constexpr, IS_LAZY: gl.constexpr):
 
 # ---------------------------------------------------------------- the working warpgroups
 @gluon.jit
-def issue_scores(q, buffers, buffer, BLOCK_N: gl.constexpr, QK_PAD: gl.constexpr):
-    """Starts queries times keys."""
-    keys = buffers.index(buffer).reshape([BLOCK_N, QK_PAD]).permute((1, 0))
-    zeros = gl.zeros([QUERIES, BLOCK_N], gl.float32, sums_of(BLOCK_N))
-    return warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
+def issue_scores(q, buffers, buffer, BLOCK_N: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr):
+    """Starts queries times keys over QK_USED dimensions: tiles are a power of two wide, and what is padding need not be multiplied."""
+    keys = buffers.index(buffer).reshape([BLOCK_N, QK_PAD])
+    scores = gl.zeros([QUERIES, BLOCK_N], gl.float32, sums_of(BLOCK_N))
+    if QK_USED == QK_PAD:
+        return warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
+    else:
+        HALF: gl.constexpr = QK_PAD // 2
+        scores = warpgroup_mma(
+            q.slice(0, HALF, dim=1), keys.slice(0, HALF, dim=1).permute((1, 0)), scores, use_acc=False, is_async=True
+        )
+        rest = keys.slice(HALF, QK_USED - HALF, dim=1).permute((1, 0))
+        return warpgroup_mma(q.slice(HALF, QK_USED - HALF, dim=1), rest, scores, is_async=True)
 
 
 @gluon.jit
@@ -250,7 +258,7 @@ def issue_values(probs, acc, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.c
 
 @gluon.jit
 def step(state, block, q, ring, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr, SCORE_MOD: gl.constexpr,
-         MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
+         MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
          WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """The softmax of one tile, beside the values of the tile before, whose probabilities and correction `state` holds."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
@@ -260,7 +268,7 @@ def step(state, block, q, ring, place, caps, GROUP: gl.constexpr, KIND: gl.const
     before = buffer ^ 1
     mbarrier.wait(k_ready.index(buffer), phase)
     barrier_wait(TURN + GROUP, 256)
-    scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD)
+    scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD, QK_USED)
     if IS_LAZY:  # behind the scores, which it does not delay
         acc = corrected(acc, correction, sums_of(V_PAD), True)
     mbarrier.wait(v_ready.index(before), phase ^ before)
@@ -279,7 +287,7 @@ def step(state, block, q, ring, place, caps, GROUP: gl.constexpr, KIND: gl.const
 
 @gluon.jit
 def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
-          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
           BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
           WANT_MAX: gl.constexpr):
     """Every tile of one kind but the first `skipped` ones of the first span."""
@@ -291,14 +299,14 @@ def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr
         for block in range(start, stop):
             acc, probs, correction, peak, total, top, at = step(
                 (acc, probs, correction, peak, total, top, at), block, q, ring, place, caps, GROUP, KIND, SCORE_MOD,
-                MASK_MOD, QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
+                MASK_MOD, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
             )  # fmt: skip
     return acc, probs, correction, peak, total, top, at
 
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes,
-            SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+            SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
             BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
             WANT_MAX: gl.constexpr):
     """One warpgroup: 64 queries from their first tile to their output."""
@@ -323,7 +331,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
     mbarrier.wait(q_ready.index(GROUP), 0)
     mbarrier.wait(k_ready.index(0), 0)
-    scores = issue_scores(q, k_buffers, 0, BLOCK_N, QK_PAD)
+    scores = issue_scores(q, k_buffers, 0, BLOCK_N, QK_PAD, QK_USED)
     scores = warpgroup_mma_wait(0, deps=[scores])
     barrier_arrive(K_FREE, THREADS)
     block = gl.where(is_partial, first_partial, first_full)
@@ -335,10 +343,10 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     # all others
     acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
     state = (acc, probs.to(v_buffers.dtype), correction, peak, total, top, 1)
-    state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, V_PAD,
+    state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
                   BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
     skipped = gl.where(is_partial, 0, 1)
-    state = sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, V_PAD,
+    state = sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
                   BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
 
     # the values of the last one
@@ -367,11 +375,11 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
 
 
 @gluon.jit
-def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides, v_strides, out_strides, caps, scale,
-                      q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
-                      SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
-                      BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
-                      WANT_MAX: gl.constexpr):
+def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides, v_strides, out_strides, caps,
+                             scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
+                             SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr,
+                             QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                             FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: pairs * lines programs."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
     q_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, QK_PAD], Q.layout)
@@ -405,19 +413,19 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
