@@ -14,7 +14,7 @@ from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, ma
 from flexattn.codegen.regrouped import in_base_2, one_index_a_side
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
-from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr
+from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, topological
 from flexattn.frontend.gradient import passes_gradient, score_gradient
 from flexattn.frontend.program import Program
 from flexattn.frontend.zones import FAR, zones
@@ -60,10 +60,15 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
     texts: dict[str, str] = {}
     if spec.mask is not None and spec.kernel == "fill":
         return {"ZONES": _zones(spec, spec.mask, mask_arguments)}
+    known: dict[Expr, Value] = {}
+    if spec.is_gluon:
+        lines, known = _known_lines(spec, score_arguments, mask_arguments)
+        if known:
+            texts["KNOWN"] = _function("known", "b, h, q_idx, caps", lines)
     if spec.score is not None:
-        texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments)
+        texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, known)
     if spec.mask is not None:
-        texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments)
+        texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments, known)
     if spec.mask is not None and spec.kernel == "block_map":
         found = box_bounds(spec.mask)
         texts["MASK_BOUNDS"] = _bounds(spec, "mask_bounds", (found.must, found.may), mask_arguments)
@@ -91,13 +96,31 @@ def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
     return f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
 
 
-def _score(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
-    printer = Printer(spec, arguments)
+def _known_lines(
+    spec: KernelSpec, score_arguments: Arguments, mask_arguments: Arguments
+) -> tuple[list[str], dict[Expr, Value]]:
+    """Lines of a function that reads what is the same for every key, once, and how the others name what it found."""
+    lines: list[str] = []
+    known: dict[Expr, Value] = {}
+    for program, arguments in ((spec.score, score_arguments), (spec.mask, mask_arguments)):
+        nodes = topological([program.body]) if program is not None else []
+        reads = [n for n in nodes if n.op == "load" and not n.deps & (DEP_KV | DEP_SCORE)]
+        printer = Printer(spec, arguments)
+        values = printer.print(reads)
+        lines += printer.lines
+        for read, value in zip(reads, values):
+            lines.append(f"k{len(known)} = {value.text}")
+            known[read] = value._replace(text=f"known[{len(known)}]", depth=0)
+    return [*lines, f"return ({', '.join(f'k{n}' for n in range(len(known)))},)"], known
+
+
+def _score(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
+    printer = Printer(spec, arguments, known)
     body = in_base_2(_regrouped(spec, program.body)) if spec.is_gluon else program.body
     (value,) = printer.print([body])
     result = _full(_as_float(value), body, "score")
     given = "score, scale" if spec.is_gluon else "score"
-    return _function("score_mod", f"{given}, {_INDICES}, caps", [*printer.lines, f"return {result}"])
+    return _function("score_mod", f"{given}, {_INDICES}, {_captured(spec)}", [*printer.lines, f"return {result}"])
 
 
 def _regrouped(spec: KernelSpec, body: Expr) -> Expr:
@@ -105,11 +128,15 @@ def _regrouped(spec: KernelSpec, body: Expr) -> Expr:
     return one_index_a_side(body) if spec.is_gluon and not any(spec.wide_numbers) else body
 
 
-def _mask(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
-    printer = Printer(spec, arguments)
+def _captured(spec: KernelSpec) -> str:
+    return "caps, known" if spec.is_gluon else "caps"
+
+
+def _mask(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
+    printer = Printer(spec, arguments, known)
     (value,) = printer.print([_regrouped(spec, program.body)])
     text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
-    return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
+    return _function("mask_mod", f"{_INDICES}, {_captured(spec)}", [*printer.lines, f"return {text}"])
 
 
 def _bounds(spec: KernelSpec, name: str, ends: tuple[Expr, Expr], arguments: Arguments) -> str:

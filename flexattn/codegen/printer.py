@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,12 +67,12 @@ class Index(NamedTuple):
 
 
 class Printer:
-    """Prints nodes into `lines`; one per generated function."""
+    """Prints nodes into `lines`, but those that are `known`; one per generated function."""
 
-    def __init__(self, spec: KernelSpec, arguments: Arguments) -> None:
+    def __init__(self, spec: KernelSpec, arguments: Arguments, known: Mapping[Expr, Value] | None = None) -> None:
         self.spec, self.arguments = spec, arguments
         self.lines: list[str] = []
-        self.values: dict[Expr, Value] = {}
+        self.values: dict[Expr, Value] = dict(known or {})
         self.indices: dict[Expr, Index] = {}
         self.uses: Counter[Expr] = Counter()
         self.named = 0

@@ -36,8 +36,8 @@ def test_each_row_of_the_op_table_is_spelled_in_gluon(name: str, kind: str) -> N
     traced, _ = case(name, kind, torch.device("cpu"))
     spec = leaf_spec(traced, dtype="bf16", kernel="hopper_forward")
     text = text_of(spec)
-    leaf = leaf_module(text, f"gluon{abs(hash(text))}").score_mod
-    assert "tt.store" in translated(leaf, emit(spec).signature["caps"], is_mask=False)
+    module = leaf_module(text, f"gluon{abs(hash(text))}")
+    assert "tt.store" in translated(module.score_mod, getattr(module, "known", None), emit(spec).signature["caps"], is_mask=False)
 
 
 def _score_of_a_constant(score, b, h, q_idx, kv_idx):
@@ -56,8 +56,9 @@ def test_whole_functions_are_spelled_in_gluon(function: object) -> None:
     traced = trace(function, "mask" if is_mask else "score") if callable(function) else GOLDENS[function]()
     spec = leaf_spec(traced, dtype="bf16", kernel="hopper_forward")
     text = text_of(spec)
-    leaf = getattr(leaf_module(text, f"gluon{abs(hash(text))}"), f"{traced.program.kind}_mod")
-    assert "tt.store" in translated(leaf, emit(spec).signature["caps"], is_mask=traced.program.kind == "mask")
+    module = leaf_module(text, f"gluon{abs(hash(text))}")
+    leaf, known = (getattr(module, name, None) for name in (f"{traced.program.kind}_mod", "known"))
+    assert "tt.store" in translated(leaf, known, emit(spec).signature["caps"], is_mask=traced.program.kind == "mask")
 
 
 # ---------------------------------------------------------------- machine code

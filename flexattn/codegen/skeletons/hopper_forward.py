@@ -174,18 +174,18 @@ def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.const
     """Scores as the user's functions leave them, -inf where a pair does not count. A score_mod takes raw products and gives scores
     in base 2. The FIRST tile may be a partial one, a full one, whose mask is not asked, or the one of a row that has none."""
     S: gl.constexpr = sums_of(BLOCK_N)
-    batch, head, first, kv_len, scale, _, is_partial, is_full = place
+    batch, head, first, kv_len, scale, _, is_partial, is_full, known = place
     if SCORE_MOD is None:
         scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
     if SCORE_MOD is not None or KIND != FULL:
         q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, gl.SliceLayout(1, S)), 1)
         kv_idx = gl.expand_dims(opaque(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))), 0)
     if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps)
+        scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
     if KIND != FULL:
         keep = kv_idx < kv_len
         if MASK_MOD is not None:
-            keep = keep & MASK_MOD(batch, head, q_idx, kv_idx, caps)
+            keep = keep & MASK_MOD(batch, head, q_idx, kv_idx, caps, known)
         if KIND == FIRST:
             keep = (keep & is_partial) | is_full
         scores = gl.where(keep, scores, float("-inf"))
@@ -306,7 +306,7 @@ def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes,
-            SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
+            SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
             BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
             WANT_MAX: gl.constexpr):
     """One warpgroup: 64 queries from their first tile to their output."""
@@ -321,7 +321,10 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
     is_partial = gl.load(line + 2) > 0
     is_full = (gl.load(line + 1) > 0) & (gl.load(line + 2) == 0)
-    place = (batch, head, first, kv_len, scale, factor, is_partial, is_full)
+    known = caps
+    if KNOWN is not None:  # captured values that are the same for every key
+        known = KNOWN(batch, head, gl.expand_dims(first + gl.arange(0, QUERIES, R), 1), caps)
+    place = (batch, head, first, kv_len, scale, factor, is_partial, is_full, known)
     if GROUP == WARPGROUPS - 1:  # the first turn is the first group's
         barrier_arrive(TURN, 256)
     q = q_tiles.index(GROUP).reshape([QUERIES, QK_PAD])
@@ -377,9 +380,9 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
 @gluon.jit
 def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides, v_strides, out_strides, caps,
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
-                             SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr,
-                             QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                             FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+                             SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
+                             QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
+                             BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: pairs * lines programs."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
     q_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, QK_PAD], Q.layout)
@@ -413,19 +416,19 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_s
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
-                       QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
