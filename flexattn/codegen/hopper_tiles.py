@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from flexattn.codegen.shared_memory import TileConfig, tile_dims
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import Target
-from flexattn.codegen.tile_config import SHORT_QUERIES, gathers_of
+from flexattn.codegen.tile_config import SHORT_QUERIES, captured_reads, gathers_of
 from flexattn.codegen.tile_preferences import HOPPER
-from flexattn.frontend.expr import DEP_KV
 
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
@@ -49,11 +48,8 @@ def hopper_tiles(
 
 def _kinds(programs: Sequence[Program | None]) -> tuple[str, ...]:
     given = [p for p in programs if p is not None]
-    if any(gathers_of(p) for p in given):
-        return ("gathering", "plain")
-    if any(p.kind == "score" and p.body.deps & DEP_KV for p in given):
-        return ("by key", "plain")
-    return ("plain",)
+    is_reading = any(gathers_of(p) or (p.kind == "score" and captured_reads(p).key) for p in given)
+    return ("reading", "plain") if is_reading else ("plain",)
 
 
 def _shared(config: TileConfig, dims: tuple[int, int]) -> int:
