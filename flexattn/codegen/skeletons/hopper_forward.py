@@ -307,8 +307,8 @@ def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr
 @gluon.jit
 def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes,
             SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
-            QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
-            WANT_MAX: gl.constexpr):
+            QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
+            FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """One warpgroup: 64 queries from their first tile to their output."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
     S: gl.constexpr = sums_of(BLOCK_N)
