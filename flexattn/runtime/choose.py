@@ -84,7 +84,11 @@ def forward_kernel(problem: Problem, plan: Plan) -> tuple[str, str]:
     found: tuple[str, str] | None = plan.memo.get(key)
     if found is None:
         reason = _why_portable(problem, plan)
-        found = ("hopper_forward", "this is Hopper") if reason is None else ("forward", reason)
+        found = (
+            ("hopper_forward", "given by kernel_options" if asked else "this is Hopper")
+            if reason is None
+            else ("forward", reason)
+        )
         plan.memo[key] = found
     if asked and found[0] == "forward":
         raise OptionError(

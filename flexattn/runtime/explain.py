@@ -159,7 +159,7 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     source, why = _forward_source(problem, plan)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
-    yield f"  {_tiles(source.spec.config)} ({why})"
+    yield f"  {_tiles(source.spec.config, is_gluon=source.spec.is_gluon)} ({why})"
     yield from _backward_tiles(problem, plan)
     yield from _loads(source.spec)
     skeletons = Path(codegen.__file__).parent / "skeletons"
@@ -216,7 +216,9 @@ def _loads(spec: KernelSpec) -> Iterator[str]:
         yield f"  {', '.join(others)}: loaded by pointers, being float32, expanded, or not aligned to 16 bytes"
 
 
-def _tiles(config: TileConfig) -> str:
+def _tiles(config: TileConfig, *, is_gluon: bool = False) -> str:
+    if is_gluon:
+        return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.BLOCK_M // 64} warpgroups and a copying warp, 2 buffers"
     return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"
 
 

@@ -32,7 +32,7 @@ _renamed = hasattr(tma, "async_store")  # since Triton 3.7
 copy_in = tma.async_load if _renamed else tma.async_copy_global_to_shared
 copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
 
-QUERIES = gl.constexpr(64)  # of queries, of one warpgroup
+QUERIES = gl.constexpr(64)  # of one warpgroup
 PRODUCER = gl.constexpr(32)  # threads
 FULL = gl.constexpr(0)
 PARTIAL = gl.constexpr(1)
