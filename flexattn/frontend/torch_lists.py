@@ -201,6 +201,8 @@ def is_torchs(mask: object) -> bool:
 
 def whole(number: Any) -> Any:
     """An integer of any kind (numpy's, a tensor of one element) as Python's; anything else as it is, for the checks to refuse."""
+    if isinstance(number, (int, torch.SymInt)):  # to ask a symbolic one would fix its value
+        return number
     try:
         return operator.index(number)
     except (TypeError, RuntimeError):
