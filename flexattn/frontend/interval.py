@@ -6,6 +6,7 @@ through their minimum and maximum over an index range (`Table`), so a fold over 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -32,7 +33,7 @@ class Table:
         self.dtype = data.dtype if data.dtype.is_floating_point else torch.int64  # of what is read
         self._sorted: bool | None = None
         self._levels: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._sets: torch.Tensor | None = None
+        self._sets: Sets | None = None
         self._order: tuple[Any, Any] | None = None  # NumPy: positions by value, and their values
 
     def flat_range(self, index: Sequence[Pair]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -94,11 +95,15 @@ class Table:
     def _tables(self, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sparse tables: row k holds the extremes over 2**k groups from each group on."""
         if self._levels is None:
-            pad = -len(self.data) % (1 << shift)
-            padded = torch.cat([self.data, self.data[-1:].expand(pad)]) if pad else self.data
-            groups = padded.reshape(-1, 1 << shift)
+            groups = self._groups(1 << shift)
             self._levels = (_doubling(groups.amin(1), torch.minimum), _doubling(groups.amax(1), torch.maximum))
         return self._levels
+
+    def _groups(self, size: int) -> torch.Tensor:
+        """The elements in rows of a size, the last one repeated at the end."""
+        pad = -len(self.data) % size
+        padded = torch.cat([self.data, self.data[-1:].expand(pad)]) if pad else self.data
+        return padded.reshape(-1, size)
 
     def positions(self, value: int, length: int) -> Any:
         """Where among the first `length` elements of a CPU tensor a whole number is, in order (a NumPy array)."""
@@ -115,14 +120,30 @@ class Table:
     def values(self, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         """64-bit sets of the values (modulo 64) in the groups of 64 that [lo, hi] touches; disjoint sets prove inequality."""
         if self._sets is None:
-            pad = -len(self.data) % 64
-            padded = torch.cat([self.data, self.data[-1:].expand(pad)]) if pad else self.data
-            groups = padded.reshape(-1, 64)
-            sets = torch.cat([_set_of_each(groups[at : at + 512]) for at in range(0, len(groups), 512)])
-            self._sets = _doubling(sets, torch.bitwise_or)
-        a, z = lo >> 6, hi >> 6
-        level = torch.frexp((z - a + 1).to(torch.float64))[1].to(torch.int64) - 1
-        return self._sets[level, a] | self._sets[level, z - (1 << level) + 1]
+            groups = self._groups(64)
+            sets = [_set_of_each(groups[at : at + 512]) for at in range(0, len(groups), 512)]
+            self._sets = Sets(torch.cat(sets))
+        return self._sets.over(lo >> 6, hi >> 6)
+
+
+class Sets:
+    """Sets of values as bits, of groups, of pairs of groups, of pairs of those and so on: twice the groups' memory."""
+
+    def __init__(self, of_groups: torch.Tensor) -> None:
+        levels = [of_groups]
+        while len(levels[-1]) > 1:
+            last = levels[-1]
+            last = torch.cat([last, last[-1:]]) if len(last) % 2 else last
+            levels.append(last[::2] | last[1::2])
+        starts = [0, *itertools.accumulate(map(len, levels))]
+        self._nodes, self._starts = torch.cat(levels), torch.tensor(starts[:-1], device=of_groups.device)
+
+    def over(self, a: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """What groups a to z hold, by at most three nodes: exactly where the range begins and ends as nodes of half its size
+        do, else with a part of its neighbours."""
+        level = (torch.frexp((z - a).to(torch.float64))[1].to(torch.int64) - 1).clamp(min=0)
+        first, last = self._starts[level] + (a >> level), self._starts[level] + (z >> level)
+        return self._nodes[first] | self._nodes[torch.minimum(first + 1, last)] | self._nodes[last]
 
 
 def _set_of_each(groups: torch.Tensor) -> torch.Tensor:

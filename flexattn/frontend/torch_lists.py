@@ -201,6 +201,8 @@ def is_torchs(mask: object) -> bool:
 
 def whole(number: Any) -> Any:
     """An integer of any kind (numpy's, a tensor of one element) as Python's; anything else as it is, for the checks to refuse."""
+    if isinstance(number, (int, torch.SymInt)):  # to ask a symbolic one would fix its value
+        return number
     try:
         return operator.index(number)
     except (TypeError, RuntimeError):
@@ -209,14 +211,8 @@ def whole(number: Any) -> Any:
 
 def block_pair(block: int | Sequence[int] | None) -> tuple[int, int]:
     """BLOCK_SIZE as (q, kv)."""
-    block = whole(DEFAULT_BLOCK_SIZE if block is None else block)
-    pair = (
-        (block, block)
-        if isinstance(block, int)
-        else tuple(map(whole, block))
-        if isinstance(block, (tuple, list))
-        else ()
-    )
+    block = DEFAULT_BLOCK_SIZE if block is None else block
+    pair = tuple(map(whole, block if isinstance(block, (tuple, list)) else (block, block)))
     if len(pair) != 2 or not all(isinstance(n, int) and n >= 1 for n in pair):
         raise OptionError(
             "BLOCK_SIZE must be a positive integer or a pair of them, (q, kv)", given=repr(block), hint="128"

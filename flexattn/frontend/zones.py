@@ -69,14 +69,25 @@ def zones(program: Program) -> Zones | None:
     return Zones(kept, dropped) if len(kept) + len(dropped) <= MOST_ZONES else None
 
 
-@lru_cache(maxsize=4096)
 def hold_for(program: Program, numbers: tuple[int | float, ...]) -> bool:
     """Whether a mask has zones and no integer of it, nor of theirs, may wrap around."""
+    return _hold_for_sizes(program, tuple(map(_at_most, numbers)))
+
+
+def _at_most(number: int | float) -> int:
+    """The size class of a number, so that a new number is not a new question."""
+    return next(
+        (size for size in (1 << 24, 1 << 32, 1 << 44) if abs(number) <= size), LARGEST if abs(number) <= LARGEST else -1
+    )
+
+
+@lru_cache(maxsize=4096)
+def _hold_for_sizes(program: Program, sizes: tuple[int, ...]) -> bool:
     found = zones(program)
-    if found is None or any(abs(n) > LARGEST for n in numbers):
+    if found is None or -1 in sizes:
         return False
     bounds, clamped = {e for zone in (*found.kept, *found.dropped) for e in zone}, (LARGEST,) * len(program.captures)
-    return not may_wrap(program.body, numbers) and not any(may_wrap(e, numbers, clamped) for e in bounds)
+    return not may_wrap(program.body, sizes) and not any(may_wrap(e, sizes, clamped) for e in bounds)
 
 
 def most_spans(program: Program) -> int:

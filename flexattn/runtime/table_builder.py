@@ -114,13 +114,15 @@ def _recipe(kind: _Kind) -> _Recipe:
     groups = batch * heads
     lines = [-(-kv_len // c.kv_tile) if c.by_column else -(-q_len // c.q_tile) for c in kind.cuts]
     total = groups * sum(lines)
+    most = _most_room(total)
+    by_formula = kind.by_formula and most_spans(kind.program) <= most  # a formula has no way out for a row without room
     spec = KernelSpec(
-        kernel="fill" if kind.by_formula else "block_map", target=kind.target, config=_FILL if kind.by_formula else _ROW,
+        kernel="fill" if by_formula else "block_map", target=kind.target, config=_FILL if by_formula else _ROW,
         qk_dim=0, v_dim=0, layouts=(), mask=kind.program, captures=kind.captures, wide_numbers=kind.wide_numbers,
         wide_lengths=any_wide((batch, heads, q_len, kv_len)),
     )  # fmt: skip
     order = KernelSpec(kernel="order", target=kind.target, config=_ORDER, qk_dim=0, v_dim=0, layouts=())
-    room = min(most_spans(kind.program) if kind.by_formula else kind.room, _most_room(total))
+    room = most_spans(kind.program) if by_formula else min(kind.room, most)
     numbers = {"heads": heads, "q_len": q_len, "kv_len": kv_len, "rows": total, "room": room, "trees": (0,)}
 
     def launch(spec: KernelSpec, rows_at_once: int) -> Starts:
@@ -129,8 +131,8 @@ def _recipe(kind: _Kind) -> _Recipe:
         return kernel.fix(programs, {**numbers, "tables": tables}, changing=("caps",))
 
     places = tuple((groups * sum(lines[:n]), lines[n]) for n in range(len(lines)))
-    ranged, valued = ((), ()) if kind.by_formula else (spec.ranged, spec.valued)
-    rows = launch(spec, _FILL.BLOCK_M if kind.by_formula else 1)
+    ranged, valued = ((), ()) if by_formula else (spec.ranged, spec.valued)
+    rows = launch(spec, _FILL.BLOCK_M if by_formula else 1)
     return _Recipe(rows, launch(order, _ORDER.BLOCK_M), room, total, places, ranged, valued)
 
 

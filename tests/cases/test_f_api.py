@@ -454,6 +454,7 @@ def test_c71_masks_from_data_loader_workers(device, start) -> None:
 # ---------------------------------------------------------------- C72: tensors on the CPU
 C72 = """
 import sys, torch, flexattn
+torch.manual_seed(0)
 bias = torch.randn(300, requires_grad=True)
 q, k, v = (torch.randn(2, h, 300, 16, requires_grad=True) for h in (4, 2, 2))
 mask = flexattn.create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 90), None, None, 300, 300)

@@ -268,6 +268,18 @@ def test_a_table_that_would_be_too_large_has_less_room_and_says_so(
     assert second.rows[0, :, 1:9].tolist() == [[0, 11, 0, 1, 0, 0, 0, 11]] * 2
 
 
+def test_a_mask_of_zones_without_room_for_its_spans_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose rows degrade where they must; a formula would write behind its row."""
+    monkeypatch.setattr(table_builder, "_recipe", table_builder._recipe.__wrapped__)
+    monkeypatch.setattr(table_builder, "_MOST_BYTES", 6 * 3 * 16)  # six rows with room for 3, where the formula wants 5
+    mask = create_block_mask(ZONED["sink and window"], None, None, 90, 130, device="cpu")
+    traced = mask.predicate.traced
+    assert hold_for(traced.program, traced.binding.numbers)
+    (table,), room, needed = build_tables(mask.predicate, (Cut(16, 16, False),), INTERPRETER, room=64)
+    assert room == 3 and int(needed) == 0
+    check_table(table, mask.tile_map(16, 16), transposed=False)
+
+
 def test_a_deterministic_run_never_uses_a_table_without_room(
     late: type[LateReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
