@@ -25,6 +25,7 @@ from benchmarks import attention, calls, cpu, decode, masks, problems, report, r
 from benchmarks.peers import PEERS
 from benchmarks.results import OURS, Recorder, environment
 from benchmarks.session import Session
+from benchmarks.warm import seconds_of
 
 WHAT = ("forward", "backward", "memory", "decode", "masks", "host", "first_call", "ceilings")
 DEFAULT_SHAPES = ("d128", "d128_4k", "d64")
@@ -45,8 +46,10 @@ def parser() -> argparse.ArgumentParser:
     gpu.add_argument("--mask-lengths", nargs="+", type=int, default=list(masks.LENGTHS))
     gpu.add_argument("--mask-variants", nargs="+", choices=masks.VARIANTS, default=list(masks.VARIANTS))
     gpu.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(DEFAULT_PEERS))
-    gpu.add_argument("--warm", type=int, default=0, help="compile in this many processes first")
-    gpu.add_argument("--budget", type=float, help="seconds after which no new case starts")
+    gpu.add_argument(
+        "--warm", type=int, default=0, help="compile attention and torch's mask builder in this many processes first"
+    )
+    gpu.add_argument("--budget", type=float, help="seconds after which no new case starts; --warm may take two thirds")
     _measuring(gpu, rounds=10, calls=4)
     on_cpu = commands.add_parser("cpu", help="the path without a GPU beside torch's")
     on_cpu.add_argument("--lengths", nargs="+", type=int, default=list(cpu.LENGTHS))
@@ -75,7 +78,10 @@ def parser() -> argparse.ArgumentParser:
     tiles = commands.add_parser("compile-tiles", help="used by sweep: one process")
     for name in ("kernel", "variant", "sizes", "configs"):
         tiles.add_argument(name)
-    for command in (first, tiles):
+    builder = commands.add_parser("compile-mask", help="used by gpu --what masks --warm: one process")
+    builder.add_argument("variant", choices=masks.VARIANTS)
+    builder.add_argument("length", type=int)
+    for command in (first, tiles, builder):
         command.add_argument("--device", default="cuda")
     return top
 
@@ -97,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return {
         "gpu": run_gpu, "cpu": run_cpu, "sweep": run_sweep, "merge": run_merge, "report": run_report,
         "first-call": run_first_call, "compile-tiles": run_compile_tiles,
+        "compile-mask": run_compile_mask,
     }[given.command](given)  # fmt: skip
 
 
@@ -130,9 +137,9 @@ def run_gpu(given: argparse.Namespace) -> int:
     session = _session(given, names)
     if given.warm and wanted:
         options = ["--peers", *names, "--device", given.device]
-        failed = attention.warm(options, given.shapes, given.variants, given.warm)
+        failed = attention.warm(options, given.shapes, given.variants, given.warm, seconds_of(given.budget))
         count = len(given.shapes) * len(given.variants)
-        session.say(f"compiled {count} cases in {given.warm} processes at a time, {failed} ended with an error")
+        session.say(f"compiled {count} cases in {given.warm} processes at a time, {failed} did not end well")
     if "ceilings" in given.what:
         calls.ceilings(session)
     if wanted:
@@ -142,7 +149,8 @@ def run_gpu(given: argparse.Namespace) -> int:
     if "host" in given.what:
         calls.host(session)
     if "masks" in given.what:
-        masks.run(session, given.mask_lengths, given.mask_variants)
+        warmed = masks.run_warm(session, given.mask_lengths, given.mask_variants, given.warm, seconds_of(given.budget))
+        masks.run(session, given.mask_lengths, given.mask_variants, warmed)
     if "first_call" in given.what:
         calls.first(session, given.shapes[0], shapes[0])
     return _finish(session)
@@ -201,6 +209,12 @@ def run_compile_tiles(given: argparse.Namespace) -> int:
     configs = [tuple(c) for c in json.loads(given.configs)]
     shape = problems.Shape(*json.loads(given.sizes))
     return sweep.compile_child(given.kernel, given.variant, shape, configs, torch.device(given.device))
+
+
+def run_compile_mask(given: argparse.Namespace) -> int:
+    """One process that compiles torch's mask builder."""
+    masks.compile_child(given.variant, given.length, torch.device(given.device))
+    return 0
 
 
 if __name__ == "__main__":

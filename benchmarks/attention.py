@@ -6,9 +6,6 @@ of training: its tensors require gradients (not those of a peer that has no grad
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
@@ -17,8 +14,9 @@ import torch
 from benchmarks import check
 from benchmarks.peers import Absent, Peer, Unsupported
 from benchmarks.problems import Problem, Shape, Variant, make_variant
-from benchmarks.results import ROOT, Row
+from benchmarks.results import Row
 from benchmarks.session import Candidate, Session, chosen, compare, prepare
+from benchmarks.warm import run_all
 
 WHAT = ("forward", "backward", "memory")
 _NO_BACKWARD = "it has no backward"
@@ -136,25 +134,16 @@ def forget_compiled() -> None:
 
 
 # ---------------------------------------------------------------- filling caches
-def warm(arguments: Sequence[str], shapes: Sequence[str], variants: Sequence[str], workers: int) -> int:
+def warm(
+    arguments: Sequence[str], shapes: Sequence[str], variants: Sequence[str], workers: int, seconds: float | None
+) -> int:
     """Compiles every case in processes of their own, `workers` at a time, so that this one finds the kernels on disk.
 
     Args:
         arguments: Options of `python -m benchmarks gpu` that the children get too.
-    Returns: How many of them ended with an error, which this process will then meet itself.
+        seconds: After which those that have not ended are killed.
+    Returns: How many of them did not end well, whose errors this process will then meet itself.
     """
-    cases = [(s, v) for s in shapes for v in variants]
-    running: list[subprocess.Popen[bytes]] = []
-    failed = 0
-    variables = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # the cases are parallel, not their parts
-    quiet = subprocess.DEVNULL
-    while cases or running:
-        while cases and len(running) < workers:
-            shape, variant = cases.pop(0)
-            command = [sys.executable, "-m", "benchmarks", "gpu", "--what", "forward", "backward", *arguments]
-            command += ["--shapes", shape, "--variants", variant, "--rounds", "1", "--calls", "1"]
-            running.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=quiet, stderr=quiet))
-        time.sleep(0.2)
-        failed += sum(1 for p in running if p.poll() not in (None, 0))
-        running = [p for p in running if p.returncode is None]
-    return failed
+    common = ["gpu", "--what", "forward", "backward", *arguments, "--rounds", "1", "--calls", "1"]
+    cases = [[*common, "--shapes", shape, "--variants", variant] for shape in shapes for variant in variants]
+    return sum(reason is not None for reason in run_all(cases, workers, seconds=seconds))

@@ -31,6 +31,7 @@ from benchmarks.problems import (
 )
 from benchmarks.results import OURS
 from benchmarks.session import Session
+from benchmarks.warm import run_all
 
 LENGTHS = (16384, 65536, 131072, 1048576)
 VARIANTS = (
@@ -47,7 +48,8 @@ LONGEST = {"blocks": 131072, "random ids": 65536}  # their tables, or their answ
 BLOCK, DIM = 128, 128
 MOST_SECONDS = 20.0  # predicted for one build of torch's, which grow with the square of the length
 BYTES_A_PAIR = 10  # of torch's eager builder: 2.7 GB at 16,384 tokens, 43 GB at 65,536
-SECONDS = 50.0  # after which torch's builders start no further length
+SECONDS = 50.0  # of compiling torch's builder in this process, after which it is compiled for no further mask or length
+_WARM_THREADS = 4  # of each process that compiles beforehand: a builder is several kernels
 Build = Callable[[Variant, int, torch.device], Any]
 
 
@@ -174,27 +176,76 @@ def _same(kept: int, full: int, wanted_kept: int, wanted_full: int) -> None:
         raise WrongResult(f"{kept} kept and {full} full blocks, expected {wanted_kept} and {wanted_full}")
 
 
-# ---------------------------------------------------------------- measuring
-def run(session: Session, lengths: Sequence[int], variants: Sequence[str] = VARIANTS) -> None:
-    """Ours at all lengths, then torch's builders beside it, the shortest first."""
-    seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of the longest build so far: (length, seconds)
+# ---------------------------------------------------------------- compiling beforehand
+Case = tuple[str, int]  # a variant's name and a length
+Warmed = dict[Case, "str | None"]  # what was compiled beforehand, and why where that failed
+
+
+def cases_of(impl: str, lengths: Sequence[int], variants: Sequence[str]) -> list[Case]:
+    """What a builder is asked for, the shortest length of each mask first."""
+    names = variants if impl == OURS else [name for name in variants if name in COMPARED]
+    return [(name, length) for name in names for length in sorted(lengths) if length <= LONGEST.get(name, length)]
+
+
+def run_warm(
+    session: Session, lengths: Sequence[int], variants: Sequence[str], workers: int, seconds: float | None
+) -> Warmed:
+    """Compiles torch's builder for every mask and length, each in a process of its own, `workers` of them at a time."""
+    if not workers or "torch_flex" not in BUILDERS:
+        return {}
+    cases = cases_of("torch_flex", lengths, variants)
+    device = session.device.type
+    commands = [["compile-mask", name, str(length), "--device", device] for name, length in cases]
     begin = time.monotonic()
-    for impl in BUILDERS:
-        for name in variants:
-            for length in sorted(lengths):
-                if length > LONGEST.get(name, length) or impl != OURS and name not in COMPARED:
-                    continue
-                if session.out_of_time() or impl != OURS and time.monotonic() - begin > SECONDS:
-                    session.say(f"no time left for the mask {name} at {length} of {impl}")
-                    continue
-                _run_one(session, impl, name, length, seconds)
+    found = dict(zip(cases, run_all(commands, workers, seconds=seconds, threads=_WARM_THREADS)))
+    for (name, length), reason in found.items():
+        session.say(f"torch's builder for the mask {name} at {length}: {reason or 'compiled'}")
+    if cases:
+        session.say(f"compiled in {workers} processes at a time, {time.monotonic() - begin:.0f} s together")
+    return found
 
 
-def _run_one(
-    session: Session, impl: str, name: str, length: int, seconds: dict[tuple[str, str], tuple[int, float]]
+def compile_child(name: str, length: int, device: torch.device) -> None:
+    """What one of these processes does: the call that will be timed, once."""
+    forget_compiled()
+    BUILDERS["torch_flex"](mask_variant(name, length, device), length, device)
+    timing.synchronize(device)
+
+
+# ---------------------------------------------------------------- measuring
+class Spent:
+    """What torch's builders have taken so far."""
+
+    def __init__(self) -> None:
+        self.compiling = 0.0  # seconds of first calls in this process that no other one had compiled
+        self.last: dict[tuple[str, str], tuple[int, float]] = {}  # of the longest build: (length, seconds of one)
+
+
+def run(
+    session: Session, lengths: Sequence[int], variants: Sequence[str] = VARIANTS, warmed: Warmed | None = None
 ) -> None:
-    peer, where = PEERS[impl], (str(length), name)
-    if reason := too_much(impl, length, seconds.get((impl, name)), _free_bytes(session.device)):
+    """Ours at all lengths, then torch's builders beside it, the shortest first.
+
+    Args:
+        warmed: what has been compiled beforehand. It is timed in any case, or its row says why it could not be compiled.
+    """
+    spent = Spent()
+    for impl in BUILDERS:
+        known = (warmed or {}) if impl == "torch_flex" else {}
+        for name, length in cases_of(impl, lengths, variants):
+            is_late = session.out_of_time() or impl == "torch_flex" and spent.compiling > SECONDS
+            if is_late and (name, length) not in known:
+                session.say(f"no time left for the mask {name} at {length} of {impl}")
+                continue
+            _run_one(session, impl, name, length, spent, known)
+
+
+def _run_one(session: Session, impl: str, name: str, length: int, spent: Spent, warmed: Warmed) -> None:
+    peer, where, case = PEERS[impl], (str(length), name), (name, length)
+    if reason := warmed.get(case):
+        session.record("mask", where, peer, status="failed", reason=f"compiling it beforehand: {reason}")
+        return
+    if reason := too_much(impl, length, spent.last.get((impl, name)), _free_bytes(session.device)):
         session.record("mask", where, peer, status="skipped", reason=reason)
         return
     if impl != OURS:
@@ -204,24 +255,26 @@ def _run_one(
         row = _measure(session, BUILDERS[impl], mask_variant(name, length, session.device), length)
     except Exception as error:
         session.failed(["mask"], where, peer, error)
-        seconds[impl, name] = (length, float("inf"))
+        spent.last[impl, name] = (length, float("inf"))
         return
-    seconds[impl, name] = (length, row["ms"] / 1e3)
-    session.record("mask", where, peer, **row, first_s=time.perf_counter() - begin)
+    finally:
+        if impl == "torch_flex" and case not in warmed:
+            spent.compiling += time.perf_counter() - begin
+    spent.last[impl, name] = (length, row["ms"] / 1e3)
+    session.record("mask", where, peer, **row)
 
 
 def _measure(session: Session, build: Build, variant: Variant, length: int) -> dict[str, Any]:
     """Median wall time of a build until its result is there, its peak memory, and of ours device and host time apart; the
     result is checked first."""
-    device = session.device
+    device, begin = session.device, time.perf_counter()
     built = build(variant, length, device)
+    timing.synchronize(device)
+    first_s = time.perf_counter() - begin
     is_ours = isinstance(built, Made)
-    if (
-        is_ours
-    ):  # the first table of a structure learns how much room its rows need; it is right, but may hold more blocks
-        torch.cuda.synchronize()
+    if is_ours:  # a structure's first table learns how much room its rows need; it is right, but may hold more blocks
         built = build(variant, length, device)
-    row: dict[str, Any] = {"blocks": _check(built, variant, length)}
+    row: dict[str, Any] = {"blocks": _check(built, variant, length), "first_s": first_s}
     if is_ours:
         row["tiles"] = ["x".join(map(str, tile)) + (" by column" if t else "") for tile, t, _ in built.tables]
     del built

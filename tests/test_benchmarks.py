@@ -13,7 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import __main__ as command_line
-from benchmarks import attention, calls, check, cpu, masks, peers, problems, report, results, session, sweep, timing
+from benchmarks import (
+    attention,
+    calls,
+    check,
+    cpu,
+    masks,
+    peers,
+    problems,
+    report,
+    results,
+    session,
+    sweep,
+    timing,
+    warm,
+)
 from benchmarks.problems import Problem, Shape, Variant
 
 CPU = torch.device("cpu")
@@ -466,6 +480,63 @@ def test_torchs_builder_is_not_tried_where_it_cannot_end() -> None:
     assert masks.too_much("torch_flex", 1 << 20, (131072, 0.037), free) is None
     assert "about 64 s" in str(masks.too_much("torch_flex", 1 << 20, (131072, 1.0), free))
     assert "failed at 65536" in str(masks.too_much("torch_flex", 131072, (65536, float("inf")), free))
+
+
+def test_torchs_builders_are_compiled_beforehand_and_then_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run_all(cases: list[list[str]], workers: int, **options: Any) -> list[str | None]:
+        commands.extend(cases)
+        assert (workers, options["seconds"]) == (8, 400.0)
+        return [None, None, "it had not ended after 400 s and was stopped"]
+
+    monkeypatch.setattr(masks, "run_all", run_all)
+    monkeypatch.setitem(masks.BUILDERS, "torch_flex", masks.BUILDERS["torch_flex_eager"])
+    monkeypatch.setattr(masks, "SECONDS", -1.0)
+    run = _session("flexattn", deadline=0.0)  # all time is spent
+    asked = ([2048, 1024, 131072], ["documents", "window", "random ids"])
+    warmed = masks.run_warm(run, *asked, 8, 400.0)
+    names = [
+        ("documents", 1024),
+        ("documents", 2048),
+        ("documents", 131072),
+        ("random ids", 1024),
+        ("random ids", 2048),
+    ]
+    assert [(c[1], int(c[2])) for c in commands] == names  # window is not compared, random ids have no such length
+    masks.run(run, [1024, 2048], asked[1], warmed)
+    rows = [(r["variant"], r["shape"], r["status"]) for r in run.recorder.added]
+    assert rows == [("documents", "1024", "ok"), ("documents", "2048", "ok")]
+    warmed["documents", 1024] = "it had not ended after 400 s and was stopped"
+    masks.run(run, [1024], ["documents"], warmed)
+    assert run.recorder.added[-1]["reason"] == "compiling it beforehand: it had not ended after 400 s and was stopped"
+    assert masks.run_warm(run, *asked, 0, None) == {}
+
+
+def test_torchs_builder_is_not_compiled_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(masks.BUILDERS, "torch_flex", masks.BUILDERS["torch_flex_eager"])
+    monkeypatch.delitem(masks.BUILDERS, "torch_flex_eager")
+    monkeypatch.setattr(masks, "SECONDS", 0.0)
+    run = _session("flexattn")
+    masks.run(run, [1024, 2048], ["causal"])
+    rows = [(r["shape"], r["impl"]) for r in run.recorder.added if r["status"] == "ok"]
+    assert rows == [("1024", "flexattn"), ("2048", "flexattn"), ("1024", "torch_flex")]
+    assert "no time left for the mask causal at 2048 of torch_flex" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_processes_that_compile_say_why_they_failed_and_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warm.run_all([], 2) == []
+    assert (warm.seconds_of(None), warm.seconds_of(90.0)) == (None, 60.0)
+    monkeypatch.setattr(warm, "_AFTER_KILL", 0.0)
+    good = ["compile-mask", "causal", "1024", "--device", "cpu"]
+    failed = warm.run_all([good, ["compile-mask", "causal", "none"]], 2)
+    assert failed[0] is None
+    assert failed[1] is not None and "exit status 2" in failed[1] and "invalid int value" in failed[1]
+    late = warm.run_all([good, good], 1, seconds=0.1)
+    assert late == ["it had not ended after 0 s and was stopped", "it was not begun within 0 s"]
 
 
 @pytest.mark.parametrize("name", masks.VARIANTS)
