@@ -140,9 +140,9 @@ def text(mask: Drawable, *, batch: int = 0, head: int = 0, max_rows: int = 32, m
         └────────┘
         ·· empty  ▒▒ partial  ██ full
         blocks of 128 x 128 tokens
-          empty   6 (37.5%): by proof
-          partial 4 (25.0%): by witnesses
-          full    6 (37.5%): by proof
+          empty   6 (37.5%): by formula
+          partial 4 (25.0%): by formula
+          full    6 (37.5%): by formula
         density 50.10% of pairs: 131,328 of 262,144 kept, exact, by formula
         FLOPs saved 37.5%; lanes wasted in partial blocks 49.6%
         keys of a query: kv_idx <= q_idx

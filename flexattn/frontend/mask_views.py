@@ -48,9 +48,9 @@ class MaskViews(TorchLists):
             >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 1024, 1024, device="cpu")
             >>> print(causal.statistics())
             blocks of 128 x 128 tokens
-              empty   28 (43.8%): by proof
-              partial  8 (12.5%): by witnesses
-              full    28 (43.8%): by proof
+              empty   28 (43.8%): by formula
+              partial  8 (12.5%): by formula
+              full    28 (43.8%): by formula
             density 50.05% of pairs: 524,800 of 1,048,576 kept, exact, by formula
             FLOPs saved 43.8%; lanes wasted in partial blocks 49.6%
             keys of a query: kv_idx <= q_idx

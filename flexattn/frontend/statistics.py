@@ -1,4 +1,4 @@
-"""What a mask costs and saves, in numbers: blocks by kind and by proof, kept pairs, skipped work, the formula of its rows.
+"""What a mask costs and saves, in numbers: blocks by kind and by what settled them, kept pairs, skipped work, the formula of its rows.
 
 Reads a tile map and, where there is one, the closed form; makes `MaskStatistics`. The one idea: a number is exact where a
 formula or the pairs of partial blocks give it, and otherwise a bracket that says so; nothing is sampled.
@@ -43,9 +43,10 @@ class MaskStatistics:
         shape: (B, H, q_len, kv_len).
         block: tokens of a block, (q, kv).
         blocks: how many are "empty", "partial" and "full".
-        decided: for each of those, how many were settled which way: by "proof" (bounds of the mask over a rectangle), by
-            "repetition" of blocks before them along the diagonal, by "witnesses" (a kept and a dropped pair), by "evaluation"
-            of their pairs, by "a ragged end" of a sequence, which cuts them, or by a "list" that somebody gave.
+        decided: for each of those, how many were settled which way: by "formula" (the mask is bounds on queries, keys and
+            their difference), by "proof" (bounds of the mask over a rectangle), by "repetition" of blocks before them along
+            the diagonal, by "witnesses" (a kept and a dropped pair), by "evaluation" of their pairs, by "a ragged end" of a
+            sequence, which cuts them, or by a "list" that somebody gave.
         kept_pairs: at least and at most how many (query, key) pairs are kept; the same number twice where that is exact.
         source: of that number: a "formula", a "count" of the pairs in partial blocks, or "bracket" where both would take long.
         closed_form: the keys of a query by formula, None if there is no such formula.

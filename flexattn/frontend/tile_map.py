@@ -3,9 +3,10 @@
 Reads a traced mask, lengths and a tile size; makes a `TileMap`: for every row of tiles, and for every column, the runs of
 full tiles and the runs of partial tiles.
 
-The one idea: nothing of size q_len x kv_len is looked at. Bounds of the mask over a rectangle prove it empty or full at
-once; only undecided rectangles are split (tile_search.py), and of a mask that repeats along the diagonal one period is
-decided (periodic.py). In a single tile one kept and one dropped pair (*witnesses*) prove PARTIAL as soundly. What then is
+The one idea: nothing of size q_len x kv_len is looked at. The tiles of a mask that is a union of bounds on q_idx, kv_idx and
+their difference follow by formula (zone_map.py). Else bounds of the mask over a rectangle prove it empty or full at once;
+only undecided rectangles are split (tile_search.py), and of a mask that repeats along the diagonal one period is decided
+(periodic.py). In a single tile one kept and one dropped pair (*witnesses*) prove PARTIAL as soundly. What then is
 still open is split further, down to pairs, so that the answer is exact for every mask.
 """
 
@@ -27,7 +28,7 @@ from flexattn.frontend.periodic import repeated_search
 from flexattn.frontend.program import Program, Traced
 from flexattn.frontend.refine import Predicate, cells_of, walk
 from flexattn.frontend.spans import Grid, Spans, SpanTable, cover, lines_of, span_table
-from flexattn.frontend.tile_search import BOXES_AT_ONCE, TileSearch
+from flexattn.frontend.tile_search import BOXES_AT_ONCE, Found, TileSearch
 
 __all__ = ["Grid", "SpanTable", "Spans", "TileMap", "build_tile_map"]
 
@@ -40,7 +41,7 @@ class TileMap:
 
     `full` and `partial` have one line per row of q tiles and hold runs of kv tiles; `full_t` and `partial_t` are the same
     by column. `batch` and `heads` are 1 where the mask does not depend on them. A tile that a length cuts is partial.
-    `decided` counts how the tiles were settled: empty and full by interval, partial by witness, and by evaluation.
+    `decided` counts how the tiles were settled: by formula; or empty and full by interval, partial by witness, and by evaluation.
     """
 
     grid: Grid
@@ -161,12 +162,22 @@ def build_tile_map(
     if traced_mask is not None and device.type == "cpu":
         _check_reads(traced_mask, grid)
     with torch.no_grad():
-        found = repeated_search(traced_mask, grid, device) if traced_mask is not None else None
-        found = found or TileSearch(traced_mask, grid, device).run()
+        found = _found(traced_mask, grid, device)
     tile_map = TileMap(grid, *found, traced_mask)
     for listener in ON_BUILD:
         listener(tile_map)
     return tile_map
+
+
+def _found(traced: Traced | None, grid: Grid, device: torch.device) -> Found:
+    """By formula, by one period, or by search."""
+    from flexattn.frontend.zone_map import zone_map  # not before a mask is built: imports are counted in milliseconds
+
+    if traced is not None:
+        found = zone_map(traced, grid, device) or repeated_search(traced, grid, device)
+        if found is not None:
+            return found
+    return TileSearch(traced, grid, device).run()
 
 
 def _check_reads(traced: Traced, grid: Grid) -> None:

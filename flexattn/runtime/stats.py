@@ -140,7 +140,7 @@ def record_stored_tuning(kernel: str, result: str) -> None:
 
 
 def record_mask_build(built: tile_map.TileMap) -> None:
-    """Counts a tile map that was decided: by bounds and witnesses alone, or with some pairs evaluated."""
+    """Counts a tile map that was decided: by formula, bounds and witnesses alone, or with some pairs evaluated."""
     evaluated = any(count for name, count in built.decided.items() if name.endswith("by_evaluation"))
     with _LOCK:
         _NOW.mask_builds["partly evaluated" if evaluated else "proved"] += 1

@@ -108,9 +108,17 @@ def test_sizes_of_zero() -> None:
 
 def test_how_blocks_were_decided() -> None:
     found = create_block_mask(mods.causal(), 4, 2, 1000, 1000, "cpu").statistics()
-    proved = {"empty": {"proof": 28}, "partial": {"witnesses": 8, "a ragged end": 7}, "full": {"proof": 21}}
-    eight = {kind: {way: 8 * n for way, n in ways.items()} for kind, ways in proved.items()}  # 4 x 2 share them
+    known = {"empty": {"formula": 28}, "partial": {"formula": 8, "a ragged end": 7}, "full": {"formula": 21}}
+    eight = {kind: {way: 8 * n for way, n in ways.items()} for kind, ways in known.items()}  # 4 x 2 share them
     assert found.decided == eight
+    one = torch.zeros(
+        1000, dtype=torch.int64
+    )  # causal once more, but with a table read at indices, which no formula follows
+    found = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (one[q] == one[k]), None, None, 1000, 1000, "cpu"
+    ).statistics()
+    proved = {"empty": {"proof": 28}, "partial": {"witnesses": 8, "a ragged end": 7}, "full": {"proof": 21}}
+    assert found.decided == proved
     hashed = create_block_mask(
         lambda b, h, q, k: (q * 7919 + k * 104729) % 9973 < 3, None, None, 256, 256, "cpu"
     ).statistics()

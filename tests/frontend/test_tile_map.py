@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from flexattn.errors import CaptureIndexError, OptionError
 from flexattn.frontend import periodic
+from flexattn.frontend.expr import DEP_B, DEP_H
 from flexattn.frontend.spans import RUNS_AT_ONCE, Grid, LineRuns, Spans, cover, coverage
 from flexattn.frontend.tile_map import TileMap, build_tile_map
+from flexattn.frontend.tile_search import TileSearch
 from flexattn.frontend.trace import trace
 from tests.frontend.mask_families import BATCH, HEADS, brute, brute_tiles, families
 
@@ -26,6 +29,14 @@ def build(mask_mod, q_len, kv_len, q_block, kv_block, batch=BATCH, heads=HEADS) 
     traced = trace(mask_mod, "mask") if mask_mod is not None else None
     sizes = {"q_len": q_len, "kv_len": kv_len, "q_block": q_block, "kv_block": kv_block}
     return build_tile_map(traced, batch=batch, heads=heads, device="cpu", **sizes)
+
+
+def searched(mask_mod, q_len, kv_len, q_block, kv_block) -> TileMap:
+    """The map by search, also where a formula would give it."""
+    traced = trace(mask_mod, "mask")
+    sizes = (size if traced.program.body.deps & index else 1 for size, index in ((BATCH, DEP_B), (HEADS, DEP_H)))
+    grid = Grid(*sizes, q_len, kv_len, q_block, kv_block)
+    return TileMap(grid, *TileSearch(traced, grid, torch.device("cpu")).run(), traced)
 
 
 def check_spans(spans: Spans, lines: int, cells: int) -> None:
@@ -69,7 +80,10 @@ def check(tile_map: TileMap, kept: torch.Tensor, *, pairs: bool = True) -> None:
 def test_equals_every_pair(name: str) -> None:
     for q_len, kv_len, q_block, kv_block in SHAPES:
         kept = brute(MASKS[name], BATCH, HEADS, q_len, kv_len)
-        check(build(MASKS[name], q_len, kv_len, q_block, kv_block), kept)
+        tile_map = build(MASKS[name], q_len, kv_len, q_block, kv_block)
+        check(tile_map, kept)
+        if "full_by_formula" in tile_map.decided:
+            check(searched(MASKS[name], q_len, kv_len, q_block, kv_block), kept, pairs=False)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +180,7 @@ def test_coverage_sums_sections(name: str) -> None:
 def test_witnesses_spare_evaluation() -> None:
     """The usual masks are settled without looking at all pairs of a single tile."""
     for name in ("causal", "window", "documents, causal", "prefix", "sink and window", "chunked", "packed by start"):
-        counts = build(MASKS[name], N, N, 16, 16).decided
+        counts = searched(MASKS[name], N, N, 16, 16).decided
         assert counts["partial_by_witness"] > 0
         assert counts["empty_by_evaluation"] == counts["full_by_evaluation"] == counts["partial_by_evaluation"] == 0, (
             name
@@ -174,7 +188,7 @@ def test_witnesses_spare_evaluation() -> None:
 
 
 def test_evaluation_settles_what_bounds_cannot() -> None:
-    counts = build(MASKS["full by union only"], 256, 256, 128, 128).decided
+    counts = searched(MASKS["full by union only"], 256, 256, 128, 128).decided
     assert counts["full_by_evaluation"] == 2
     assert counts["full_by_interval"] == 2
 
@@ -255,6 +269,9 @@ def test_a_million_tokens(name: str) -> None:
         x.numel() * 4 for s in (tile_map.full, tile_map.partial, tile_map.full_t, tile_map.partial_t) for x in s
     )
     assert stored < 1 << 20
+    by_search = searched(mask_mod, LONG, LONG, 128, 128)
+    for part in ("full", "partial", "full_t", "partial_t"):
+        assert all(map(torch.equal, getattr(tile_map, part), getattr(by_search, part)))
     rng = random.Random(0)
     for _ in range(40):
         i = rng.randrange(tile_map.rows)
@@ -279,10 +296,11 @@ def test_a_million_tokens(name: str) -> None:
         assert tile_map.kept_pairs() == 1024 * LONG - 1024 * 1023 // 2
 
 
-def test_memory_follows_the_answer() -> None:
+@pytest.mark.parametrize("make", [build, searched])
+def test_memory_follows_the_answer(make: Callable[..., TileMap]) -> None:
     """A window over 262,144 tokens: NumPy's part of a build (its sort buffers) stays small, and so does the result."""
     tracemalloc.start()
-    tile_map = build(lambda b, h, q, k: (q >= k) & (q - k < 1024), 1 << 18, 1 << 18, 128, 128)
+    tile_map = make(lambda b, h, q, k: (q >= k) & (q - k < 1024), 1 << 18, 1 << 18, 128, 128)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 << 20
@@ -323,10 +341,11 @@ def test_masks_that_repeat(name: str, shape: tuple[int, int, int, int], monkeypa
     """One period is decided, whether rows or columns are more and whether a length cuts them or not."""
     monkeypatch.setattr(periodic, "LEAST_TILES", 1)
     monkeypatch.setattr(periodic, "SHARE", 0)
-    q_len, kv_len, q_block, kv_block = shape
-    tile_map = build(REPEATING[name], q_len, kv_len, q_block, kv_block)
-    assert any("repe" in way for way in tile_map.decided)
-    check(tile_map, brute(REPEATING[name], BATCH, HEADS, q_len, kv_len))
+    traced, grid = trace(REPEATING[name], "mask"), Grid(BATCH, HEADS, *shape)
+    found = periodic.repeated_search(traced, grid, torch.device("cpu"))
+    assert found is not None
+    assert any("repe" in way for way in found.decided)
+    check(TileMap(grid, *found, traced), brute(REPEATING[name], BATCH, HEADS, *shape[:2]))
 
 
 @pytest.mark.parametrize(

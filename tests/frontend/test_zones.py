@@ -11,7 +11,10 @@ from torch import Tensor
 from flexattn import create_mask
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.program import Traced
+from flexattn.frontend.spans import Grid
+from flexattn.frontend.tile_search import TileSearch
 from flexattn.frontend.trace import trace
+from flexattn.frontend.zone_map import zone_map
 from flexattn.frontend.zones import FAR, MOST_ZONES, Zone, hold_for, most_spans, zones
 from tests.frontend.zoned_masks import LENGTHS, ZONED
 
@@ -42,6 +45,25 @@ def test_zones_are_the_mask_and_its_complement(name: str) -> None:
                 union |= inside(zone, traced, b, h)
             assert torch.equal(union, right), (name, b, h)
     assert len(found.kept) + len(found.dropped) < most_spans(traced.program) <= MOST_ZONES + 1
+
+
+@pytest.mark.parametrize("name", ZONED)
+def test_tiles_by_formula_are_those_of_a_search(name: str) -> None:
+    traced, cpu = trace(ZONED[name], "mask"), torch.device("cpu")
+    for lengths, tile in (
+        ((83, 97), (16, 32)),
+        ((1, 70), (16, 64)),
+        ((130, 33), (7, 5)),
+        ((64, 64), (32, 32)),
+        ((50, 0), (8, 8)),
+    ):
+        grid = Grid(BATCH, HEADS, *lengths, *tile)
+        found, wanted = zone_map(traced, grid, cpu), TileSearch(traced, grid, cpu).run()
+        assert found is not None
+        for part in ("full", "partial", "full_t", "partial_t"):
+            for a, b in zip(getattr(found, part), getattr(wanted, part), strict=True):
+                assert torch.equal(a, b), (part, lengths, tile)
+        assert sum(n for way, n in found.decided.items() if way != "tiles") == found.decided["tiles"]
 
 
 @pytest.mark.parametrize(

@@ -32,5 +32,5 @@ ZONED: dict[str, Callable[..., Any]] = {
     "far from the diagonal": lambda b, h, i, j: (i - j).abs() > 25,
     "nothing but a corner": lambda b, h, i, j: (i >= 80) & (j < 10),
     "no pair": lambda b, h, i, j: (i < 0) & (j >= 0),
-    "a length of 0": lambda b, h, i, j: (j < LENGTHS[b] - LENGTHS[b]) & (i >= 0),
+    "a length of 0": lambda b, h, i, j: (j < OFFSET - 11) & (i >= 0),
 }
