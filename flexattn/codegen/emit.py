@@ -183,7 +183,7 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
     _inputs(arguments)
     v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
     arguments.tensor("OUT", TensorLayout(spec.layouts[0].dtype, True, False), "out_strides", (WARPGROUP_ROWS, v_pad))
-    arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", scale="fp32", **_GRID, **_WALK)
+    arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", COUNTER="*i32", scale="fp32", **_GRID, **_WALK)
     arguments.captures()
     return arguments.types, arguments.aligned
 

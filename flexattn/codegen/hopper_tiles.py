@@ -40,22 +40,33 @@ def hopper_tiles(
     dims = tile_dims(qk_dim, v_dim, target)
     if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len <= SHORT_QUERIES:
         return ()
-    found = [
-        TileConfig(*c) for kind in _kinds(programs) for pad, rows in HOPPER[kind] if pad >= max(dims) for c in rows
-    ]
-    return tuple(dict.fromkeys(c for c in found if _shared(c, dims) <= target.shared_bytes))[:2]
+    listed = next(rows for pad, rows in HOPPER[_kind(programs)] if pad >= max(dims))
+    return tuple(c for c in (TileConfig(*row) for row in listed) if _shared(c, dims) <= target.shared_bytes)
 
 
-def _kinds(programs: Sequence[Program | None]) -> tuple[str, ...]:
+def _kind(programs: Sequence[Program | None]) -> str:
     given = [p for p in programs if p is not None]
+    if any(_divides(p) for p in given):
+        return "dividing"
     is_reading = any(gathers_of(p) or (p.kind == "score" and captured_reads(p).key) for p in given)
-    return ("reading", "plain") if is_reading else ("plain",)
+    return "reading" if is_reading else "plain"
+
+
+def _divides(program: Program) -> bool:
+    """Whether integers that differ by query and key are divided."""
+    from flexattn.frontend.expr import DEP_KV, DEP_Q, topological
+
+    nodes = topological([program.body])
+    return any(
+        n.op in ("floordiv", "mod") and n.deps & DEP_Q and n.deps & DEP_KV and not n.dtype.is_floating_point
+        for n in nodes
+    )
 
 
 def _shared(config: TileConfig, dims: tuple[int, int]) -> int:
-    """Bytes: queries, two tiles each of keys and values, and the output where it does not fit the queries' place exactly."""
+    """Bytes: queries, two tiles each of keys and values, and the output, which takes the queries' place where both are widest."""
     qk_pad, v_pad = dims
-    own = config.BLOCK_M * (qk_pad + (0 if qk_pad == v_pad else v_pad))
+    own = config.BLOCK_M * (qk_pad + (0 if qk_pad == v_pad == 256 else v_pad))
     return 2 * (own + 2 * config.BLOCK_N * (qk_pad + v_pad)) + _BARRIERS
 
 

@@ -123,14 +123,20 @@ GATHERING: dict[str, dict[str, Rows]] = {
         "dkdv": ((64, ((64, 64, 8, 2),)), (128, ((32, 64, 8, 2), (32, 64, 4, 2)))),
     },
 }
-# the kernel in Gluon, by what its leaves hold in registers: captured values of every key beside the scores, or an address an element
+# the kernel in Gluon, by what its leaves hold in registers: captured values of every key beside the scores or an
+# address an element; what a division of integers takes an element
 HOPPER: dict[str, Rows] = {
     "plain": (
-        (64, ((192, 128, 4, 2), (128, 128, 4, 2))),
-        (128, ((128, 128, 4, 2), (128, 64, 4, 2))),
+        (64, ((192, 128, 4, 2), (128, 128, 4, 2), (128, 64, 4, 2))),
+        (128, ((128, 128, 4, 2), (128, 64, 4, 2), (128, 32, 4, 2))),
         (256, ((128, 64, 4, 2), (128, 32, 4, 2))),
     ),
-    "reading": ((64, ((128, 128, 4, 2),)), (128, ((128, 64, 4, 2),)), (256, ((128, 32, 4, 2),))),
+    "reading": (
+        (64, ((128, 128, 4, 2), (128, 64, 4, 2))),
+        (128, ((128, 64, 4, 2), (128, 32, 4, 2))),
+        (256, ((128, 32, 4, 2),)),
+    ),
+    "dividing": ((64, ((128, 64, 4, 2),)), (128, ((128, 64, 4, 2), (128, 32, 4, 2))), (256, ((128, 32, 4, 2),))),
 }
 DEFAULT = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}
 

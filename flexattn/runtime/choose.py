@@ -31,7 +31,6 @@ from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
 from flexattn.runtime.plan import Plan, Problem
 
-WARP_SPECIALIZED = False  # by default; the kernel has been compiled and never been run on a GPU
 _FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
 
 
@@ -78,8 +77,8 @@ def forward_kernel(problem: Problem, plan: Plan) -> tuple[str, str]:
         OptionError: kernel_options asks for the one that cannot serve this call.
     """
     asked = problem.options.warp_specialized
-    if not (WARP_SPECIALIZED if asked is None else asked):
-        return "forward", "the default" if asked is None else "given by kernel_options"
+    if asked is False:
+        return "forward", "given by kernel_options"
     key = ("forward kernel", _group(problem, "forward"), _fact_key(problem, None))
     found: tuple[str, str] | None = plan.memo.get(key)
     if found is None:

@@ -49,6 +49,21 @@ def stream_of(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
 
 
+_COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}
+
+
+def counter_of(device: torch.device) -> torch.Tensor:
+    """A zero [1] of int32 that a kernel counts with and leaves as zero: one a stream, whose kernels run one after the other. A
+    CUDA graph, which may be replayed on any stream, gets one of its own."""
+    if is_capturing(device):
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device.index, stream_of(device))
+    counter = _COUNTERS.get(key)
+    if counter is None:
+        counter = _COUNTERS[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
+
+
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes the inputs' device the current one, if it is not."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:

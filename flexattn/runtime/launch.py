@@ -52,18 +52,13 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         peaks = torch.empty_like(lse) if problem.want_max else None
         results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
+        if ready.spec.is_gluon:
+            results["COUNTER"] = devices.counter_of(q.device)
         ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
         return out, lse, peaks
 
     with devices.current(q.device):
         fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
-        kernel, _ = forward_kernel(problem, plan)
-        try:
-            return _run(problem, plan, kernel, start, fixed, (order,), want_max=problem.want_max)
-        except CompileError:
-            if kernel == "forward" or problem.options.warp_specialized:
-                raise
-            forget_hopper(problem, plan)
         return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
 
 
@@ -161,7 +156,7 @@ def _run(
 
     Args:
         problem, plan: One call.
-        kernel: 'forward', 'hopper_forward', 'dq' or 'dkdv'.
+        kernel: 'forward', of which there are two, 'dq' or 'dkdv'.
         start: Allocates results and starts the launch it is given.
         fixed: Makes the arguments that this kernel has beside those of every kernel, as far as they are sizes.
         key: What `fixed` rests on beside the sizes of q, k and v.
@@ -177,11 +172,27 @@ def _run(
     d_out = None if common is None else common.arguments["D_OUT"]
     layout, steps = (None, {}) if d_out is None else (tensor_layout(d_out), {"d_out_strides": d_out.stride()})
     arguments = {**_fixed(problem), **fixed(), **steps, **_inputs(problem), "D_OUT": d_out}
-    make = lambda chosen: _ready(problem, kernel, chosen, arguments)
-    ready = make(choose(problem, plan, kernel, lambda chosen: start(make(chosen)), d_out=layout, **wants))
+
+    def make(kernel: str) -> Ready:
+        of = lambda chosen: _ready(problem, kernel, chosen, arguments)
+        return of(choose(problem, plan, kernel, lambda chosen: start(of(chosen)), d_out=layout, **wants))
+
+    ready = _forward_ready(problem, plan, make) if kernel == "forward" else make(kernel)
     if not devices.is_capturing(problem.q.device):  # a call then times nothing, a later one may
         _keep(known, whole_key, ready)
     return start(ready)
+
+
+def _forward_ready(problem: Problem, plan: Plan, make: Callable[[str], Ready]) -> Ready:
+    """A launch of the kernel for Hopper where it serves and builds, else of the portable one."""
+    kernel, _ = forward_kernel(problem, plan)
+    try:
+        return make(kernel)
+    except CompileError:
+        if kernel == "forward" or problem.options.warp_specialized:
+            raise
+    forget_hopper(problem, plan)
+    return make("forward")
 
 
 def _keep(known: dict[Any, T], key: Any, what: T) -> T:
@@ -198,7 +209,10 @@ def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, A
     length, tile = (k.shape[2], config.BLOCK_N) if is_transposed else (q.shape[2], config.BLOCK_M)
     lines = -(-length // tile)
     walk = {"pairs": pairs, "lines": lines, "swizzle": _swizzle(problem, pairs, lines, is_transposed)}
-    launch = chosen.kernel.fix(pairs * lines, {**arguments, **walk}, changing=_EACH_CALL)
+    at_once = (
+        chosen.spec.target.processors if chosen.spec.is_gluon else _LINE_LIMIT
+    )  # there programs take tiles until none is left
+    launch = chosen.kernel.fix(min(pairs * lines, at_once), {**arguments, **walk}, changing=_EACH_CALL)
     in_order = is_transposed and pairs != q.shape[0] * q.shape[1]
     return Ready(launch, chosen.spec, _cut(config, is_transposed), in_order)
 

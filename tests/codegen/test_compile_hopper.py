@@ -55,11 +55,22 @@ def _score_of_a_constant(score, b, h, q_idx, kv_idx):
     return torch.where(q_idx % 7 == 3, 0.5, score) + torch.floor_divide(kv_idx, 3) * 1e-40
 
 
+def _score_of_nothing_but_a_constant(score, b, h, q_idx, kv_idx):
+    return 0.25
+
+
+def _score_of_keys(score, b, h, q_idx, kv_idx):
+    return kv_idx * 0.5
+
+
 def _mask_of_nothing_but_a_constant(b, h, q_idx, kv_idx):
     return torch.tensor(True)
 
 
-@pytest.mark.parametrize("function", [_score_of_a_constant, _mask_of_nothing_but_a_constant, *GOLDENS])
+CONSTANTS = (_score_of_a_constant, _score_of_nothing_but_a_constant, _score_of_keys, _mask_of_nothing_but_a_constant)
+
+
+@pytest.mark.parametrize("function", [*CONSTANTS, *GOLDENS])
 def test_whole_functions_are_spelled_in_gluon(function: object) -> None:
     from tests.codegen.gluon_leaf_kernel import translated
 

@@ -35,13 +35,10 @@ def _chosen(
     return choose.forward_kernel(*prepare(qkv, score, (mask, None), options=options))
 
 
-def test_it_is_off_by_default_and_taken_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _chosen(_inputs()) == ("forward", "the default")
-    assert _chosen(_inputs(), ASKED)[0] == "hopper_forward"
+def test_it_is_the_default_and_can_be_forbidden() -> None:
+    assert _chosen(_inputs()) == ("hopper_forward", "this is Hopper")
+    assert _chosen(_inputs(), ASKED) == ("hopper_forward", "given by kernel_options")
     assert _chosen(_inputs(), {"warp_specialized": False}) == ("forward", "given by kernel_options")
-    monkeypatch.setattr(choose, "WARP_SPECIALIZED", True)
-    assert _chosen(_inputs())[0] == "hopper_forward"
-    assert _chosen(_inputs(), {"warp_specialized": False})[0] == "forward"
 
 
 @pytest.mark.parametrize(
@@ -54,12 +51,9 @@ def test_it_is_off_by_default_and_taken_where_asked_for(monkeypatch: pytest.Monk
         (tuple(x[..., 1:] for x in _inputs(dim=65)), {}, "aligned"),
     ],
 )
-def test_what_it_cannot_serve_is_said(
-    qkv: tuple[torch.Tensor, ...], options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_cannot_serve_is_said(qkv: tuple[torch.Tensor, ...], options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         _chosen(qkv, {**options, **ASKED})
-    monkeypatch.setattr(choose, "WARP_SPECIALIZED", True)
     kernel, why = _chosen(qkv, options)
     assert kernel == "forward" and words in why
 
@@ -75,7 +69,10 @@ def test_list_masks_keep_their_blocks() -> None:
                 choose.forward_kernel(problem, plan)
         else:
             assert choose.forward_kernel(problem, plan)[0] == "hopper_forward"
-            assert choose.legal_tiles(problem, plan, "hopper_forward") == (TileConfig(128, 128, 4, 2),)
+            assert choose.legal_tiles(problem, plan, "hopper_forward") == (
+                TileConfig(128, 128, 4, 2),
+                TileConfig(128, 64, 4, 2),
+            )
 
 
 def test_other_architectures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Forward attention kernel for Hopper in Gluon: the same arguments, table and results as forward.py, for tiles that all come
-and go through tensor descriptors. It has been compiled and never been run on a GPU: it is switched off by default.
+and go through tensor descriptors.
 
 The ideas, each for one reason:
   roles      one warp copies tiles of keys and values to shared memory, 2 or 3 warpgroups of 64 queries each work on them: copying
@@ -10,6 +10,8 @@ The ideas, each for one reason:
   releases   "this buffer is free" is an arrival at a named barrier, which blocks nobody; an mbarrier's is a barrier of the warpgroup.
   lazy peak  the reference maximum of a row stays until it has grown by 2**8, and a warp none of whose rows moved does not rescale
              its output (IS_LAZY); probabilities of up to 2**8 cost float32 sums and half types no digit.
+  queue      a program takes tiles of queries until there are none, by a counter in global memory: long rows first, and the next tile's
+             queries and keys are copied while the last one is being written.
   lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
 
 A row's first tile is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that barriers
@@ -41,6 +43,7 @@ FIRST = gl.constexpr(2)
 K_FREE = gl.constexpr(5)
 V_FREE = gl.constexpr(7)
 TURN = gl.constexpr(9)
+Q_FREE = gl.constexpr(12)
 
 
 # ---------------------------------------------------------------- layouts
@@ -112,6 +115,16 @@ def buffer_of(at):
 
 
 @gluon.jit
+def row_of(tile, table, steps):
+    """(batch, head, their pair, pointer to the table's row) of a tile of queries."""
+    ROWS, _, pairs, lines, swizzle, batch_step, head_step = table
+    pair, rank = tiles.locate(tile, pairs, lines, swizzle)
+    batch = pair // steps[0]
+    head = pair % steps[0]
+    return batch, head, pair, tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
+
+
+@gluon.jit
 def further_span(EXTRA, more, span, start, stop):
     """A span's ends: the first one's came with the row."""
     if span > 0:
@@ -131,7 +144,7 @@ def put(TENSOR, buffers, ready, batch, head, block, at, FREE: gl.constexpr, BLOC
 
 
 @gluon.jit
-def put_spans(K, V, ring, line, EXTRA, place, at, last, KIND: gl.constexpr, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
+def put_spans(K, V, ring, line, EXTRA, place, at, last, began, KIND: gl.constexpr, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
     """Copies all tiles of one kind: the keys of each, then the values of the one before, in the order of their release."""
     k_buffers, v_buffers, k_ready, v_ready = ring
     k_batch, v_batch, head = place
@@ -140,7 +153,7 @@ def put_spans(K, V, ring, line, EXTRA, place, at, last, KIND: gl.constexpr, BLOC
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
             put(K, k_buffers, k_ready, k_batch, head, block, at, K_FREE, BLOCK_N, THREADS)
-            if at > 0:
+            if at > began:
                 put(V, v_buffers, v_ready, v_batch, head, last, at - 1, V_FREE, BLOCK_N, THREADS)
             last = block
             at += 1
@@ -148,23 +161,44 @@ def put_spans(K, V, ring, line, EXTRA, place, at, last, KIND: gl.constexpr, BLOC
 
 
 @gluon.jit
-def produce(Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, place, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The copying warp."""
+def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS: gl.constexpr,
+            BLOCK_N: gl.constexpr):
+    """The copying warp. It takes the number of the tile that comes next as soon as it begins with one."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     k_buffers, v_buffers, k_ready, v_ready = ring
-    k_batch, v_batch, kv_head = place
-    batch, head, first = q_place
-    for group in gl.static_range(WARPGROUPS):
-        mbarrier.expect(q_ready.index(group), Q.block_type.nbytes)
-        copy_in(Q, [batch, head, first + group * QUERIES, 0], q_ready.index(group), q_tiles.index(group))
+    next_tile, next_ready = following
+    tile = gl.program_id(0)
+    total = table[2] * table[3]
     at = 0
-    last = 0
-    at, last = put_spans(K, V, ring, line, EXTRA, place, at, last, PARTIAL, BLOCK_N, THREADS)
-    at, last = put_spans(K, V, ring, line, EXTRA, place, at, last, FULL, BLOCK_N, THREADS)
-    if at == 0:  # a row without tiles
-        put(K, k_buffers, k_ready, k_batch, kv_head, 0, 0, K_FREE, BLOCK_N, THREADS)
-        at += 1
-    put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
+    turn = 0
+    while tile < total:
+        batch, head, _, line = row_of(tile, table, steps)
+        first = gl.load(line) * (WARPGROUPS * QUERIES)
+        kv_head = head // steps[1]
+        k_batch = gl.where(strides[0] == 0, 0, batch)
+        v_batch = gl.where(strides[1] == 0, 0, batch)
+        taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
+        if turn > 0:
+            barrier_wait(Q_FREE, THREADS)
+        for group in gl.static_range(WARPGROUPS):
+            mbarrier.expect(q_ready.index(group), Q.block_type.nbytes)
+            copy_in(Q, [batch, head, first + group * QUERIES, 0], q_ready.index(group), q_tiles.index(group))
+        began = at
+        last = 0
+        place = (k_batch, v_batch, kv_head)
+        at, last = put_spans(K, V, ring, line, table[1], place, at, last, began, PARTIAL, BLOCK_N, THREADS)
+        at, last = put_spans(K, V, ring, line, table[1], place, at, last, began, FULL, BLOCK_N, THREADS)
+        if at == began:  # a row without tiles
+            put(K, k_buffers, k_ready, k_batch, kv_head, 0, at, K_FREE, BLOCK_N, THREADS)
+            at += 1
+        put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
+        if taken == total - 1:  # the last number anybody takes
+            gl.store(COUNTER, 0)
+        tile = gl.num_programs(0) + taken
+        next_tile.store(gl.full([1], tile, gl.int32, ROW))
+        mbarrier.arrive(next_ready, count=1)
+        turn += 1
 
 
 # ---------------------------------------------------------------- softmax
@@ -305,130 +339,151 @@ def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr
 
 
 @gluon.jit
-def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes,
+def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes,
             SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
             QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
             FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
-    """One warpgroup: 64 queries from their first tile to their output."""
+    """One warpgroup: 64 queries of each tile, from their first keys to their output."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    SHARED_OUTPUT: gl.constexpr = QK_PAD == 256 and V_PAD == 256
     S: gl.constexpr = sums_of(BLOCK_N)
     O: gl.constexpr = sums_of(V_PAD)
     R: gl.constexpr = gl.SliceLayout(1, S)
     k_buffers, v_buffers, k_ready, v_ready = ring
-    batch, head, first = q_place
-    pair, q_len, kv_len, scale = sizes
-    first += GROUP * QUERIES
+    next_tile, next_ready = following
+    EXTRA = table[1]
+    q_len, kv_len, scale = sizes
     factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
-    is_partial = gl.load(line + 2) > 0
-    is_full = (gl.load(line + 1) > 0) & (gl.load(line + 2) == 0)
-    known = caps
-    if KNOWN is not None:  # captured values that are the same for every key
-        known = KNOWN(batch, head, gl.expand_dims(first + gl.arange(0, QUERIES, R), 1), caps)
-    place = (batch, head, first, kv_len, scale, factor, is_partial, is_full, known)
+    q = q_tiles.index(GROUP).reshape([QUERIES, QK_PAD])
+    o_tile = o_tiles.index(GROUP)
     if GROUP == WARPGROUPS - 1:  # the first turn is the first group's
         barrier_arrive(TURN, 256)
-    q = q_tiles.index(GROUP).reshape([QUERIES, QK_PAD])
+    tile = gl.program_id(0)
+    total_tiles = table[2] * table[3]
+    at = 0
+    turn = 0
+    while tile < total_tiles:
+        batch, head, pair, line = row_of(tile, table, steps)
+        first = gl.load(line) * (WARPGROUPS * QUERIES) + GROUP * QUERIES
+        is_partial = gl.load(line + 2) > 0
+        is_full = (gl.load(line + 1) > 0) & (gl.load(line + 2) == 0)
+        known = caps
+        if KNOWN is not None:  # captured values that are the same for every key
+            known = KNOWN(batch, head, gl.expand_dims(first + gl.arange(0, QUERIES, R), 1), caps)
+        place = (batch, head, first, kv_len, scale, factor, is_partial, is_full, known)
 
-    # the first tile
-    _, first_full, _, _ = tiles.first_span(line, FULL)
-    _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
-    mbarrier.wait(q_ready.index(GROUP), 0)
-    mbarrier.wait(k_ready.index(0), 0)
-    scores = issue_scores(q, k_buffers, 0, BLOCK_N, QK_PAD, QK_USED)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    barrier_arrive(K_FREE, THREADS)
-    block = gl.where(is_partial, first_partial, first_full)
-    scores = modified(scores, block, place, caps, FIRST, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
-    peak = gl.full([QUERIES], float("-inf"), gl.float32, R)
-    total = gl.full([QUERIES, 4], 0.0, gl.float32, lane_sums_layout())
-    probs, correction, peak, total, top = update(scores, factor, peak, total, peak, BLOCK_N, False, WANT_MAX)
+        # the first tile
+        _, first_full, _, _ = tiles.first_span(line, FULL)
+        _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
+        mbarrier.wait(q_ready.index(GROUP), turn & 1)
+        buffer, phase = buffer_of(at)
+        mbarrier.wait(k_ready.index(buffer), phase)
+        scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD, QK_USED)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        barrier_arrive(K_FREE + buffer, THREADS)
+        block = gl.where(is_partial, first_partial, first_full)
+        scores = modified(scores, block, place, caps, FIRST, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
+        peak = gl.full([QUERIES], float("-inf"), gl.float32, R)
+        total = gl.full([QUERIES, 4], 0.0, gl.float32, lane_sums_layout())
+        probs, correction, peak, total, top = update(scores, factor, peak, total, peak, BLOCK_N, False, WANT_MAX)
 
-    # all others
-    acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
-    state = (acc, probs.to(v_buffers.dtype), correction, peak, total, top, 1)
-    state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
-                  BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
-    skipped = gl.where(is_partial, 0, 1)
-    state = sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
-                  BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
+        # all others
+        acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
+        state = (acc, probs.to(v_buffers.dtype), correction, peak, total, top, at + 1)
+        state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
+                      BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
+        skipped = gl.where(is_partial, 0, 1)
+        state = sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
+                      BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
 
-    # the values of the last one
-    acc, probs, correction, peak, total, top, at = state
-    if IS_LAZY:
-        acc = corrected(acc, correction, O, False)
-    buffer, phase = buffer_of(at - 1)
-    mbarrier.wait(v_ready.index(buffer), phase)
-    acc = issue_values(probs, acc, v_buffers, buffer, BLOCK_N, V_PAD)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+        # the values of the last one
+        acc, probs, correction, peak, total, top, at = state
+        mbarrier.wait(next_ready, turn & 1)
+        tile = gl.max(next_tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        if not SHARED_OUTPUT:
+            barrier_arrive(Q_FREE, THREADS)
+        if IS_LAZY:
+            acc = corrected(acc, correction, O, False)
+        buffer, phase = buffer_of(at - 1)
+        mbarrier.wait(v_ready.index(buffer), phase)
+        acc = issue_values(probs, acc, v_buffers, buffer, BLOCK_N, V_PAD)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        barrier_arrive(V_FREE + buffer, THREADS)
 
-    # results
-    sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
-    rows = first + gl.arange(0, QUERIES, R)
-    at_rows = pair.to(gl.int64) * q_len + rows
-    gl.store(LSE + at_rows, softmax.row_lse(peak, sums, False), mask=rows < q_len)
-    if WANT_MAX:
-        gl.store(MAX + at_rows, softmax.natural_peak(top, False), mask=rows < q_len)
-    sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, O)), 1)
-    out = gl.where(sums == 0.0, 0.0, acc * (1.0 / sums))  # an empty row
-    o_tile = o_tiles.index(GROUP)
-    o_tile.reshape([QUERIES, V_PAD]).store(out.to(v_buffers.dtype))
-    fence_async_shared()
-    copy_out(OUT, [batch, head, first, 0], o_tile)
+        # results
+        sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
+        rows = first + gl.arange(0, QUERIES, R)
+        at_rows = pair.to(gl.int64) * q_len + rows
+        gl.store(LSE + at_rows, softmax.row_lse(peak, sums, False), mask=rows < q_len)
+        if WANT_MAX:
+            gl.store(MAX + at_rows, softmax.natural_peak(top, False), mask=rows < q_len)
+        sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, O)), 1)
+        out = gl.where(sums == 0.0, 0.0, acc * (1.0 / sums))  # an empty row
+        tma.store_wait(0)  # of the tile before
+        gl.thread_barrier()
+        o_tile.reshape([QUERIES, V_PAD]).store(out.to(v_buffers.dtype))
+        fence_async_shared()
+        copy_out(OUT, [batch, head, first, 0], o_tile)
+        if SHARED_OUTPUT:
+            tma.store_wait(0)
+            barrier_arrive(Q_FREE, THREADS)
+        turn += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides, v_strides, out_strides, caps,
+def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides, k_strides, v_strides, out_strides, caps,
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
                              QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
                              BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
-    """BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: pairs * lines programs."""
+    """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
+    before, and 0 after."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
     q_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, QK_PAD], Q.layout)
     k_buffers = gl.allocate_shared_memory(K.dtype, [2, 1, 1, BLOCK_N, QK_PAD], K.layout)
     v_buffers = gl.allocate_shared_memory(V.dtype, [2, 1, 1, BLOCK_N, V_PAD], V.layout)
-    if QK_PAD == V_PAD:  # queries are read for the last time before the output is written
+    if QK_PAD == 256 and V_PAD == 256:  # there is no room for both: queries are read for the last time before the output is written
         o_tiles = q_tiles
     else:
         o_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, V_PAD], OUT.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    next_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    next_tile = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for warpgroup in gl.static_range(WARPGROUPS):
         mbarrier.init(q_ready.index(warpgroup), count=1)
     for buffer in gl.static_range(2):
         mbarrier.init(k_ready.index(buffer), count=1)
         mbarrier.init(v_ready.index(buffer), count=1)
+    mbarrier.init(next_ready, count=1)
     fence_async_shared()
     if IS_LAZY:
         declare_vote()
-    pair, rank = tiles.locate(gl.program_id(0), pairs, lines, swizzle)
-    batch = pair // q_heads
-    head = pair % q_heads
-    line = tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
-    first = gl.load(line) * BLOCK_M
     ring = (k_buffers, v_buffers, k_ready, v_ready)
-    q_place = (batch, head, first)
-    kv_place = (gl.where(k_strides[0] == 0, 0, batch), gl.where(v_strides[0] == 0, 0, batch), head // group)
-    sizes = (pair, q_len, kv_len, scale)
+    following = (next_tile, next_ready)
+    table = (ROWS, EXTRA, pairs, lines, swizzle, batch_step, head_step)
+    steps = (q_heads, group)
+    sizes = (q_len, kv_len, scale)
+    strides = (k_strides[0], v_strides[0])
     # registers of a thread: the copying warp 24, the others what is left
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
                        KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
                        KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
+            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, BLOCK_N)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
                        KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
                        KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, line, EXTRA, caps, q_place, sizes, SCORE_MOD, MASK_MOD,
+            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
                        KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, q_tiles, q_ready, ring, line, EXTRA, q_place, kv_place, WARPGROUPS, BLOCK_N)),
+            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, BLOCK_N)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -183,8 +183,8 @@ def inside(index, size):
 
 @triton.jit
 def spread(value, like):
-    """`value` with the full shape of `like`."""
-    return tl.broadcast_to(value, like.shape)
+    """`value` with the full shape of `like`, and in a kernel of Gluon with its layout."""
+    return tl.where(like == like, value, value)
 
 
 @triton.jit
