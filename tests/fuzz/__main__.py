@@ -1,0 +1,145 @@
+"""Random problems on the forward kernel for Hopper, each compared with float64.
+
+    python -m tests.fuzz --build                                       # without a GPU: kernels into build/fuzz_kernels
+    python -m tests.fuzz --problems 10000 --processes 12 --out fuzz.json
+    python -m tests.fuzz --seed 4711                                   # one problem alone, with its figures
+    compute-sanitizer --tool memcheck python -m tests.fuzz --problems 12 --small
+
+The exit status is 0 if every answer is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fuzz import ahead
+from tests.fuzz.judge import CHECKS
+from tests.fuzz.problems import make
+from tests.fuzz.runner import Outcome, Way, outcomes_of, run_processes, share_of, too_many_builds, work
+from tests.fuzz.structures import STRUCTURES
+
+_SHOWN = 40  # failures
+
+
+def main() -> int:
+    options = _options()
+    if options.build:
+        return ahead.build_all(options.kernels, options.processes, lambda line: print(line, flush=True))
+    torch.set_num_threads(1)
+    way = Way(options.device, options.kernel, options.small)
+    seeds = [options.seed] if options.seed is not None else _seeds(options)
+    if options.worker is not None:
+        index, count = map(int, options.worker.split("/"))
+        share = [s for s in share_of(seeds, index, count) if options.after is None or s > options.after]
+        return work(share, way, ahead.use(options.kernels))
+    tally = Tally(way, is_loud=options.seed is not None)
+    start = time.monotonic()
+    if options.processes == 1 or len(seeds) == 1:
+        counts = ahead.use(options.kernels)
+        for outcome in outcomes_of(seeds, way):
+            tally.add(outcome)
+        if trouble := too_many_builds(seeds, way):
+            tally.add(Outcome(-1, [], trouble))
+        ends: list[dict[str, Any]] = [{"end": dict(counts)}]
+    else:
+        ends = run_processes(seeds, sys.argv[1:], options.processes, options.limit, tally.add)
+    report = tally.report(time.monotonic() - start, ends)
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(_text(report))
+    return 1 if report["failures"] or report["problems"] != len(seeds) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random problems against float64.")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--problems", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first problem")
+    parser.add_argument("--seed", type=int, help="this problem alone")
+    parser.add_argument("--only", default="", help="structures whose name has this in it")
+    parser.add_argument("--small", action="store_true", help="small problems in one process, compared on the CPU")
+    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=here)
+    parser.add_argument("--kernel", choices=("hopper_forward", "forward"), default="hopper_forward")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for all problems")
+    parser.add_argument("--kernels", type=Path, default=ahead.FOLDER, help="folder of kernels built beforehand")
+    parser.add_argument("--build", action="store_true", help="build those, and run nothing")
+    parser.add_argument("--out", type=Path, help="a file for the summary")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--after", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.small:
+        options.processes = 1
+    return options
+
+
+def _seeds(options: argparse.Namespace) -> list[int]:
+    """The first seeds of the structures that are asked for."""
+    chosen = [n for n, s in enumerate(STRUCTURES) if options.only in s.name]
+    if not chosen:
+        sys.exit(f"no structure has {options.only!r} in its name; there are: {', '.join(s.name for s in STRUCTURES)}")
+    rounds = range(
+        options.first // len(STRUCTURES), options.first // len(STRUCTURES) + 1 + -(-options.problems // len(chosen))
+    )
+    seeds = [r * len(STRUCTURES) + n for r in rounds for n in chosen]
+    return [s for s in seeds if s >= options.first][: options.problems]
+
+
+class Tally:
+    """What has come, and what was wrong with it."""
+
+    def __init__(self, way: Way, *, is_loud: bool) -> None:
+        self.way, self.is_loud = way, is_loud
+        self.failures: list[str] = []
+        self.by_structure: dict[str, dict[str, Any]] = {}
+        self.count, self.skipped = 0, 0
+
+    def add(self, outcome: Outcome) -> None:
+        if outcome.seed >= 0:
+            self.count += 1
+            structure = STRUCTURES[outcome.seed % len(STRUCTURES)].name
+            row = self.by_structure.setdefault(structure, {"problems": 0, **dict.fromkeys(CHECKS, 0.0)})
+            row["problems"] += 1
+            for name, figure in zip(CHECKS, outcome.figures):
+                row[name] = max(row[name], figure)
+        if outcome.is_right and not self.is_loud:
+            return
+        text = "all" if outcome.seed < 0 else str(make(outcome.seed, torch.device("cpu"), is_small=self.way.is_small))
+        text = f"{text}: {outcome}"
+        if not outcome.is_right:
+            self.failures.append(text)
+        if len(self.failures) <= _SHOWN:
+            print(("" if outcome.is_right else "WRONG ") + text, flush=True)
+
+    def report(self, seconds: float, ends: list[dict[str, Any]]) -> dict[str, Any]:
+        import triton
+
+        built = {n: sum(e["end"].get(n, 0) for e in ends) for n in ("loaded", "compiled")}
+        gpu = torch.cuda.get_device_name() if self.way.device == "cuda" else "none"
+        return {
+            "problems": self.count, "failures": len(self.failures), "seconds": round(seconds, 1), "structures": len(self.by_structure),
+            "worst": {n: max((r[n] for r in self.by_structure.values()), default=0.0) for n in CHECKS},
+            "kernel": self.way.kernel if self.way.device == "cuda" else "torch operations", "kernels": built, "device": gpu,
+            "torch": torch.__version__, "triton": triton.__version__, "by structure": self.by_structure, "wrong": self.failures,
+        }  # fmt: skip
+
+
+def _text(report: dict[str, Any]) -> str:
+    worst = ", ".join(f"{name} {figure:.3g}" for name, figure in report["worst"].items())
+    kernels = ", ".join(f"{count} {how}" for how, count in report["kernels"].items())
+    return (
+        f"{report['problems']} problems over {report['structures']} structures in {report['seconds']} s on {report['device']} "
+        f"({report['kernel']}; kernels: {kernels}): {report['failures']} wrong; worst errors, of what is allowed: {worst}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""One random problem from one number: sizes, memory layout, tensors, functions and options of a call.
+
+The one idea: everything follows from the seed. `seed % 48` is the structure, `seed // 48` goes through its variants, and the rest is
+drawn from a generator that starts at the seed, so that a failure is reproduced alone. All memory around a tensor's own is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flexattn
+from flexattn import AuxRequest
+from tests.fuzz.structures import MASKS, SCORES, STRUCTURES, Draw, Mask, Score, Sizes, Structure, Variant
+
+_PAIRS = 3_000_000  # of queries and keys of all heads, at most
+_SMALL_PAIRS = 150_000
+_ORDERS = ((0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # of batch, head and position in memory
+_UNIT = 8  # elements of 16 bytes, which the hardware's copies ask for
+
+
+@dataclass
+class Problem:
+    """A call, and what is needed to say what it should give."""
+
+    seed: int
+    structure: Structure
+    variant: Variant
+    sizes: Sizes
+    scale: float | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    score: Score
+    mask: Mask
+    layouts: str
+
+    def call(self, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """out, lse and, if this problem asks for them, maxima."""
+        mask = {"mask_mod": self.mask.mod} if self.mask.blocks is None else {"block_mask": self.mask.blocks}
+        aux = AuxRequest(lse=True, max_scores=self.variant.want_max)
+        with torch.no_grad():
+            out, found = flexattn.flex_attention(
+                self.q, self.k, self.v, self.score.mod, scale=self.scale, enable_gqa=True, return_aux=aux,
+                kernel_options=options or None, **mask,
+            )  # fmt: skip
+        return out, found.lse, found.max_scores
+
+    def to(self, device: torch.device) -> Problem:
+        """The same call with everything on another device; seeds make the same captured tensors anywhere."""
+        other = make(self.seed, device, is_small=self.is_small, is_empty=True)
+        q, k, v = (x.to(device) for x in (self.q, self.k, self.v))
+        return Problem(**{**vars(other), "q": q, "k": k, "v": v})
+
+    is_small: bool = False
+
+    def __str__(self) -> str:
+        v, dims = self.variant, self.variant.dims
+        scale = "default" if self.scale is None else f"{self.scale:.4g}"
+        return (
+            f"seed {self.seed}: {self.structure.name}; {str(v.dtype)[6:]}, dims {dims[0]}/{dims[1]}, batch {self.sizes.batch} "
+            f"(keys {self.k.shape[0]}), heads {self.sizes.q_heads}/{self.sizes.kv_heads}, lengths {self.sizes.q_len}/"
+            f"{self.sizes.kv_len}, scale {scale}, {self.layouts}{', maxima' if v.want_max else ''}"
+        )
+
+
+def make(seed: int, device: torch.device, *, is_small: bool = False, is_empty: bool = False) -> Problem:
+    """The problem of a seed.
+
+    Args:
+        seed: Any integer from 0.
+        device: Where its tensors lie.
+        is_small: At most 150,000 pairs of queries and keys instead of 3 million.
+        is_empty: Queries, keys and values are left out.
+    """
+    rng = random.Random(seed)
+    structure = STRUCTURES[seed % len(STRUCTURES)]
+    variant = structure.variants[seed // len(STRUCTURES) % len(structure.variants)]
+    sizes = _sizes(rng, _SMALL_PAIRS if is_small else _PAIRS)
+    scale = _scale(rng, variant, structure.score == "same")
+    draw = Draw(rng, sizes, variant.dtype, device)
+    score, mask = SCORES[structure.score](draw), MASKS[structure.mask](draw)
+    q, k, v, layouts = _tensors(random.Random(seed + 1), sizes, variant, device, is_empty)
+    return Problem(seed, structure, variant, sizes, scale, q, k, v, score, mask, layouts, is_small)
+
+
+def _sizes(rng: random.Random, most: int) -> Sizes:
+    while True:
+        kv_heads = rng.choice([1, 1, 2, 3, 5])
+        group = rng.choice([1, 1, 2, 3, 4, 8])
+        sizes = Sizes(rng.choice([1, 1, 2, 3]), kv_heads * group, kv_heads, _length(rng, 33), _length(rng, 1))
+        if rng.random() < 0.25:
+            sizes = sizes._replace(kv_len=sizes.q_len)
+        if math.prod((sizes.batch, sizes.q_heads, sizes.q_len, sizes.kv_len)) <= most:
+            return sizes
+
+
+def _length(rng: random.Random, least: int) -> int:
+    """From 33 (queries) or 1 (keys) to 1500, often beside a multiple of 64."""
+    way = rng.random()
+    if way < 0.15:
+        return rng.randint(least, 129)
+    if way < 0.5:
+        return max(least, 64 * rng.randint(1, 20) + rng.choice([-1, 0, 0, 1]))
+    return rng.randint(least, rng.choice([300, 600, 1500]))
+
+
+def _scale(rng: random.Random, variant: Variant, is_plain: bool) -> float | None:
+    """Where no function changes the score, the sign is a fact that kernels are built for."""
+    usual = variant.dims[0] ** -0.5
+    if is_plain and not variant.is_positive:
+        return rng.choice([0.0, -usual, -usual * rng.uniform(0.1, 4.0)])
+    choices = [None, None, usual * rng.uniform(0.1, 4.0), usual * 10, 1e-3]
+    return rng.choice(choices if is_plain else [*choices, 0.0, -usual])
+
+
+# ---------------------------------------------------------------- tensors
+def _tensors(
+    rng: random.Random, sizes: Sizes, variant: Variant, device: torch.device, is_empty: bool
+) -> tuple[Tensor, Tensor, Tensor, str]:
+    """query, key, value [batch, heads, length, dim], and in words how they lie in memory."""
+    dims, (batch, q_heads, kv_heads, q_len, kv_len) = variant.dims, sizes
+    kv_batch = 1 if batch > 1 and rng.random() < 0.15 else batch
+    shapes = [(batch, q_heads, q_len, dims[0]), *((kv_batch, kv_heads, kv_len, n) for n in dims)]
+    if is_empty:
+        q, k, v = (torch.empty(s, dtype=variant.dtype, device="meta") for s in shapes)
+        return q, k, v, ""
+    generator = torch.Generator(device).manual_seed(rng.randrange(1 << 40))
+    can_share = q_len == kv_len and kv_batch == batch and not any(n % _UNIT for n in dims)
+    if can_share and rng.random() < 0.6:
+        views = _slices_of_one(shapes, variant.dtype, device)
+        layouts = "slices of one tensor"
+    else:
+        orders = [rng.choice(_ORDERS) for _ in shapes]
+        views = [_strided(s, o, rng, variant.dtype, device) for s, o in zip(shapes, orders)]
+        layouts = " ".join("".join("bhs"[d] for d in o) + "d" for o in orders)
+    for view in views:
+        view.copy_(torch.randn(view.shape, generator=generator, device=device))
+    return views[0], views[1], views[2], layouts
+
+
+def _slices_of_one(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """[batch, length, all heads of all three], as one projection makes them."""
+    widths = [s[1] * s[3] for s in shapes]
+    memory = torch.full((shapes[0][0], shapes[0][2], sum(widths)), math.nan, dtype=dtype, device=device)
+    return [part.unflatten(-1, (s[1], s[3])).transpose(1, 2) for part, s in zip(memory.split(widths, -1), shapes)]
+
+
+def _strided(
+    shape: tuple[int, ...], order: tuple[int, ...], rng: random.Random, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """In the middle of NaN, dimensions in a given order, rows wider than they need to be or not."""
+    room = -(-shape[3] // _UNIT) * _UNIT + _UNIT * rng.choice([0, 0, 1, 5])
+    before, after = (_UNIT * rng.randint(1, 20) for _ in range(2))
+    outer = [shape[d] for d in order]
+    size = math.prod(outer) * room
+    memory = torch.full((before + size + after,), math.nan, dtype=dtype, device=device)
+    whole = memory[before : before + size].view(*outer, room)[..., : shape[3]]
+    return whole.permute(*(order.index(d) for d in range(3)), 3)
