@@ -22,8 +22,8 @@ import torch
 
 from tests.fuzz import ahead
 from tests.fuzz.judge import CHECKS
-from tests.fuzz.problems import make
-from tests.fuzz.runner import Outcome, Way, outcomes_of, run_processes, share_of, too_many_builds, work
+from tests.fuzz.problems import CROWDED, is_crowded, make
+from tests.fuzz.runner import Outcome, Way, limit_programs, outcomes_of, run_processes, share_of, too_many_builds, work
 from tests.fuzz.structures import STRUCTURES
 
 _SHOWN = 40  # failures
@@ -34,10 +34,15 @@ def main() -> int:
     if options.build:
         return ahead.build_all(options.kernels, options.processes, lambda line: print(line, flush=True))
     torch.set_num_threads(1)
-    way = Way(options.device, options.kernel, options.small)
     seeds = [options.seed] if options.seed is not None else _seeds(options)
+    index, count = map(int, options.worker.split("/")) if options.worker is not None else (0, 1)
+    programs = options.programs
+    if programs is None and (index % 2 == 1 or options.seed is not None and is_crowded(options.seed)):
+        programs = CROWDED
+    way = Way(options.device, options.kernel, options.small, programs)
+    if programs is not None and options.device == "cuda":
+        limit_programs(programs)
     if options.worker is not None:
-        index, count = map(int, options.worker.split("/"))
         share = [s for s in share_of(seeds, index, count) if options.after is None or s > options.after]
         return work(share, way, ahead.use(options.kernels))
     tally = Tally(way, is_loud=options.seed is not None)
@@ -69,6 +74,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--device", choices=("cuda", "cpu"), default=here)
     parser.add_argument("--kernel", choices=("hopper_forward", "forward"), default="hopper_forward")
+    parser.add_argument("--programs", type=int, help="how many share all tiles; as a rule many and few, by the seed")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for all problems")
     parser.add_argument("--kernels", type=Path, default=ahead.FOLDER, help="folder of kernels built beforehand")
     parser.add_argument("--build", action="store_true", help="build those, and run nothing")

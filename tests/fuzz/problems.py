@@ -18,7 +18,8 @@ import flexattn
 from flexattn import AuxRequest
 from tests.fuzz.structures import MASKS, SCORES, STRUCTURES, Draw, Mask, Score, Sizes, Structure, Variant
 
-_PAIRS = 3_000_000  # of queries and keys of all heads, at most
+CROWDED = 5  # programs that share all tiles of a crowded problem
+_PAIRS = 6_000_000  # of queries and keys of all heads, at most
 _SMALL_PAIRS = 150_000
 _ORDERS = ((0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # of batch, head and position in memory
 _UNIT = 8  # elements of 16 bytes, which the hardware's copies ask for
@@ -69,13 +70,18 @@ class Problem:
         )
 
 
+def is_crowded(seed: int) -> bool:
+    """Whether few programs shall work on all tiles of the problem, one after the other, and not each on one or two."""
+    return seed // (len(STRUCTURES) * len(STRUCTURES[0].variants)) % 2 == 1
+
+
 def make(seed: int, device: torch.device, *, is_small: bool = False, is_empty: bool = False) -> Problem:
     """The problem of a seed.
 
     Args:
         seed: Any integer from 0.
         device: Where its tensors lie.
-        is_small: At most 150,000 pairs of queries and keys instead of 3 million.
+        is_small: At most 150,000 pairs of queries and keys instead of 6 million.
         is_empty: Queries, keys and values are left out.
     """
     rng = random.Random(seed)
@@ -91,9 +97,10 @@ def make(seed: int, device: torch.device, *, is_small: bool = False, is_empty: b
 
 def _sizes(rng: random.Random, most: int) -> Sizes:
     while True:
-        kv_heads = rng.choice([1, 1, 2, 3, 5])
+        kv_heads = rng.choice([1, 1, 2, 3, 5, 16])
         group = rng.choice([1, 1, 2, 3, 4, 8])
-        sizes = Sizes(rng.choice([1, 1, 2, 3]), kv_heads * group, kv_heads, _length(rng, 33), _length(rng, 1))
+        batch = rng.choice([1, 1, 2, 3, 7])
+        sizes = Sizes(batch, kv_heads * group, kv_heads, _length(rng, 33), _length(rng, 1))
         if rng.random() < 0.25:
             sizes = sizes._replace(kv_len=sizes.q_len)
         if math.prod((sizes.batch, sizes.q_heads, sizes.q_len, sizes.kv_len)) <= most:

@@ -1,12 +1,14 @@
 """Runs problems and judges them: in this process, or in several that one process watches.
 
 Reads seeds; makes outcomes. The ideas: launches of a group of problems go out together, each with an event behind it, and nothing
-that waits for the device happens before those have come, so that a kernel that hangs is named after a time limit; each structure
-belongs to one process, which then loads its kernels once.
+that waits for the device happens before those have come, so that a kernel that hangs is named after a time limit; a structure
+belongs to two processes, which then load its kernels once: in one of them its programs are as many as the device likes, in the other
+few, so that each of them works on many tiles.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import queue
 import subprocess
@@ -21,8 +23,9 @@ import torch
 from torch import Tensor
 
 import flexattn
+from flexattn.runtime import device as devices
 from tests.fuzz.judge import CHECKS, judge
-from tests.fuzz.problems import Problem, make
+from tests.fuzz.problems import Problem, is_crowded, make
 from tests.fuzz.structures import STRUCTURES
 
 GROUP = 8  # problems between two looks at the device
@@ -40,12 +43,14 @@ class Way:
         device: 'cuda' or 'cpu'.
         kernel: which forward kernel must run on a GPU: 'hopper_forward' or 'forward'.
         is_small: small problems, whose right answers are computed on the CPU (for tools that slow a GPU down).
+        programs: how many share all tiles; None for as many as the device has processors.
         corrupt: what happens to results before they are judged; for tests of the judge.
     """
 
     device: str
     kernel: str = "hopper_forward"
     is_small: bool = False
+    programs: int | None = None
     corrupt: Callable[[Problem, Tensor, Tensor], None] | None = None
 
     @property
@@ -149,8 +154,19 @@ def too_many_builds(seeds: Sequence[int], way: Way) -> str:
 
 # ---------------------------------------------------------------- one of several processes
 def share_of(seeds: Sequence[int], index: int, count: int) -> list[int]:
-    """The seeds of one of `count` processes; a structure has one process."""
-    return [s for s in seeds if s % len(STRUCTURES) % count == index]
+    """The seeds of one of `count` processes: crowded problems (if there are several processes) in odd ones, a structure in one
+    process of each kind."""
+    if count == 1:
+        return list(seeds)
+    alike = range(index % 2, count, 2)
+    place, kinds = alike.index(index), len(alike)
+    return [s for s in seeds if is_crowded(s) == bool(index % 2) and s % len(STRUCTURES) % kinds == place]
+
+
+def limit_programs(count: int) -> None:
+    """From now on kernels are told of a device with this many processors."""
+    real = devices.target_for
+    devices.target_for = lambda device: dataclasses.replace(real(device), processors=count)  # type: ignore[assignment]
 
 
 def work(seeds: Sequence[int], way: Way, counts: dict[str, int]) -> int:

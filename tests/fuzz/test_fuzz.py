@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexattn.runtime import compile as compiling
+from flexattn.runtime import device as devices
 from flexattn.runtime.reference import oracle
 from tests.fuzz import ahead, runner
 from tests.fuzz.judge import judge, right
-from tests.fuzz.problems import Problem, make
+from tests.fuzz.problems import Problem, is_crowded, make
 from tests.fuzz.runner import Outcome, Way, run_group, run_processes, share_of
 from tests.fuzz.structures import STRUCTURES, Sizes
 
@@ -222,11 +224,14 @@ def test_a_hang_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert said[0] == {"begun": [5, 6]} and "does not end" in said[1]["trouble"]
 
 
-def test_shares_are_whole_structures() -> None:
-    seeds = list(range(500))
-    shares = [share_of(seeds, n, 7) for n in range(7)]
+@pytest.mark.parametrize("count", [1, 2, 7, 12])
+def test_shares_are_whole_structures(count: int) -> None:
+    seeds = list(range(1000))
+    shares = [share_of(seeds, n, count) for n in range(count)]
     assert sorted(s for share in shares for s in share) == seeds
-    assert sum(len({s % len(STRUCTURES) for s in share}) for share in shares) == len(STRUCTURES)
+    if count > 1:
+        assert sum(len({s % len(STRUCTURES) for s in share}) for share in shares) == 2 * len(STRUCTURES)
+        assert all(is_crowded(s) == n % 2 for n, share in enumerate(shares) for s in share)
 
 
 def test_a_process_that_dies_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +271,6 @@ def test_a_kernel_that_was_built_beforehand_is_found_again(tmp_path: Path, monke
     from flexattn.codegen.spec import KernelSpec
     from flexattn.codegen.target import target_of
     from flexattn.codegen.tile_config import TileConfig
-    from flexattn.runtime import compile as compiling
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(compiling, "build", compiling.build)
@@ -287,10 +291,18 @@ def test_a_kernel_that_was_built_beforehand_is_found_again(tmp_path: Path, monke
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for sm_90"
 )
-def test_random_problems_on_the_kernel_for_hopper() -> None:
-    """Few structures, as each has kernels to build."""
-    seeds = [s for s in range(48 * 36) if s % 48 < 4]
-    outcomes = [o for first in range(0, len(seeds), 8) for o in run_group(seeds[first : first + 8], Way("cuda"))]
-    assert len(outcomes) == 144
+@pytest.mark.parametrize("structures, programs", [((0, 1), None), ((4, 5), 5)])
+def test_random_problems_on_the_kernel_for_hopper(
+    structures: tuple[int, ...], programs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few structures, as each has kernels to build; as many programs as the device likes, or few that have many tiles each."""
+    monkeypatch.setattr(compiling, "build", compiling.build)
+    monkeypatch.setattr(devices, "target_for", devices.target_for)
+    ahead.use(ahead.FOLDER)
+    if programs is not None:
+        runner.limit_programs(programs)
+    way = Way("cuda", programs=programs)
+    seeds = [s for s in range(48 * 36) if s % 48 in structures]
+    outcomes = [o for first in range(0, len(seeds), 8) for o in run_group(seeds[first : first + 8], way)]
+    assert len(outcomes) == 72
     assert all(o.is_right for o in outcomes), [f"{o.seed}: {o}" for o in outcomes if not o.is_right]
-    assert runner.too_many_builds(seeds, Way("cuda")) == ""
