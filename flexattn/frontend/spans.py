@@ -100,6 +100,13 @@ def taken(values: Tensor, at: Tensor) -> Tensor:
     return torch.from_numpy(values.numpy().take(at.numpy(), -1)) if values.device.type == "cpu" else values[..., at]
 
 
+def _counts(number: Tensor, size: int) -> Tensor:
+    """How often each number from 0 to size - 1 occurs."""
+    if number.device.type == "cpu":
+        return torch.from_numpy(np.bincount(number.numpy(), minlength=size))
+    return torch.bincount(number, minlength=size)
+
+
 def _split(number: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """(number // size, number % size), of numbers that are not negative."""
     whole = torch.from_numpy(number.numpy() // size) if number.device.type == "cpu" else number // size
@@ -208,7 +215,7 @@ class LineRuns:
 
     def _csr(self, start: Tensor, stop: Tensor) -> Spans:
         line, start = _split(start, self.width)
-        count = torch.bincount(line, minlength=self.groups * self.lines)
+        count = _counts(line, self.groups * self.lines)
         indptr = torch.cat((count.new_zeros(1), count.cumsum(0)))
         return Spans(*(x.to(torch.int32) for x in (indptr, start, stop - line * self.width)))
 
@@ -253,23 +260,36 @@ def coverage(spans: Spans, *, group: int, lines: int, cells: int, line_step: int
 
 def span_table(full: Spans, partial: Spans, *, groups: int, lines: int) -> SpanTable:
     """Pack spans for a kernel; see `SpanTable`."""
-    shape = (groups, lines)
-    index = torch.arange(lines, device=full.indptr.device).expand(shape).reshape(-1)
-    rows = torch.zeros(groups * lines, 12, dtype=torch.int32, device=full.indptr.device)
-    rows[:, 0] = index
-    offset, extras = 0, []
-    for at, spans in enumerate((full, partial)):
-        runs, first = spans.indptr.diff().long(), spans.indptr[:-1].long()
-        ends = torch.cat((first.new_zeros(1), (spans.stop - spans.start).cumsum(0)))
-        rows[:, 1 + at], rows[:, 3 + at] = ends[spans.indptr[1:].long()] - ends[first], runs
-        some, more = (runs > 0).nonzero()[:, 0], (runs - 1).clamp(min=0)
-        rows[some, 5 + 2 * at], rows[some, 6 + 2 * at] = spans.start[first[some]], spans.stop[first[some]]
-        rows[:, 9 + at] = torch.where(more > 0, more.cumsum(0) - more + offset, 0)
-        rest = torch.ones_like(spans.start, dtype=torch.bool)
-        rest[first[some]] = False
-        extras.append(torch.stack((spans.start[rest], spans.stop[rest]), 1))
-        offset += len(extras[-1])
-    extra = torch.cat(extras) if offset else rows.new_zeros(1, 2)
-    rows = rows.view(groups, lines, 12)
-    order = torch.sort(rows[..., 1] + rows[..., 2], dim=1, descending=True, stable=True).indices
-    return SpanTable(rows.gather(1, order[..., None].expand_as(rows)).contiguous(), extra.contiguous())
+    index = torch.arange(lines, dtype=torch.int32, device=full.indptr.device).expand(groups, lines)
+    offset, by_kind = 0, []
+    for spans in (full, partial):
+        columns, rest = _columns(spans, offset)
+        by_kind.append((columns, rest))
+        offset += len(rest)
+    columns = [index.flatten(), *(c for pair in zip(*(c for c, _ in by_kind), strict=True) for c in pair)]
+    rows, cost = torch.empty(groups * lines, 12, dtype=torch.int32, device=index.device), columns[1] + columns[2]
+    # the dearest first, then in order: one number says both, and its remainder which line it was
+    key = _sorted(((1 << 31) - cost.view(groups, lines).long()) * lines + index)
+    order = (_split(key, max(lines, 1))[1] + torch.arange(groups, device=index.device)[:, None] * lines).flatten()
+    starts, stops = columns[5:7], columns[7:9]
+    columns[5:9] = [starts[0], stops[0], starts[1], stops[1]]
+    for at, column in enumerate(columns):
+        rows[:, at] = taken(column, order)
+    rows[:, 11] = 0
+    extra = torch.cat([rest for _, rest in by_kind]) if offset else rows.new_zeros(1, 2)
+    return SpanTable(rows.view(groups, lines, 12), extra)
+
+
+def _columns(spans: Spans, offset: int) -> tuple[list[Tensor], Tensor]:
+    """Of each line, int32: tiles, runs, start and stop of the first run, where its further runs begin; and those, [n, 2]."""
+    first, runs = spans.indptr[:-1], spans.indptr.diff()
+    ends = torch.cat((runs.new_zeros(1), (spans.stop - spans.start).cumsum(0, dtype=torch.int32)))  # may wrap around:
+    tiles = taken(ends, spans.indptr[1:]) - taken(ends, first)  # what a line has is right all the same
+    has, more = runs > 0, (runs - 1).clamp(min=0)
+    at = first.clamp(max=max(len(spans.start) - 1, 0))
+    start, stop = (taken(x, at) * has if len(x) else torch.zeros_like(runs) for x in (spans.start, spans.stop))
+    begin = (more.cumsum(0, dtype=torch.int32) - more + offset) * (more > 0)
+    rest = torch.ones_like(spans.start, dtype=torch.bool)
+    rest[picked(first, has).long()] = False
+    further = torch.stack((picked(spans.start, rest), picked(spans.stop, rest)), 1)
+    return [tiles, runs, start, stop, begin], further

@@ -8,20 +8,27 @@ next together. The mask builder on a GPU does the same (codegen/skeletons/block_
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import Expr
 from flexattn.frontend.program import Traced
-from flexattn.frontend.spans import Grid, LineRuns
+from flexattn.frontend.spans import Grid, LineRuns, Spans
 from flexattn.frontend.tile_search import Found
 from flexattn.frontend.zones import FAR, Zone, hold_for, zones
 
 LINES_AT_ONCE = 1 << 13  # of all groups together: what bounds the memory of a build
-Numbers = list[list[Tensor]]  # of each zone its six ends, int64 [groups, 1]
-Run = tuple[Tensor, Tensor]  # tiles [start, stop) of each line, [groups, lines]
+Numbers = list[list[Any]]  # of each zone its six ends, int64 [groups, 1]
+
+
+class Run(NamedTuple):
+    """The tiles from `start` on that a zone touches in each line, 0 where it touches none: unsigned [groups, lines]."""
+
+    start: Any
+    many: Any
 
 
 def zone_map(traced: Traced, grid: Grid, device: torch.device) -> Found | None:
@@ -31,27 +38,32 @@ def zone_map(traced: Traced, grid: Grid, device: torch.device) -> Found | None:
         return None
     kept, dropped = (_numbers(traced, part, grid, device) for part in (found.kept, found.dropped))
     rows, cols = (grid.rows, grid.q_len // grid.q_block), (grid.cols, grid.kv_len // grid.kv_block)
-    by_row, by_col = LineRuns(grid.groups, rows, cols, device), LineRuns(grid.groups, cols, rows, device)
+    by_row, by_col = (LineRuns(grid.groups, *x, torch.device("cpu")) for x in ((rows, cols), (cols, rows)))
     own, other = (grid.q_block, grid.q_len), (grid.kv_block, grid.kv_len)
     if grid.groups and grid.rows and grid.cols:
         _add(by_row, kept, dropped, own, other)
         _add(by_col, [_turned(e) for e in kept], [_turned(e) for e in dropped], other, own)
     decided = _decided(by_row)  # before `spans` cuts what the lengths cut
-    return Found(*by_row.spans(), *by_col.spans(), decided)
+    full, partial, full_t, partial_t = (
+        Spans(*(x.to(device) for x in part)) for part in (*by_row.spans(), *by_col.spans())
+    )
+    return Found(full, partial, full_t, partial_t, decided)
 
 
 def _numbers(traced: Traced, part: tuple[Zone, ...], grid: Grid, device: torch.device) -> Numbers:
     group = torch.arange(grid.groups, device=device)[:, None]
     b, h, zero = group // max(grid.heads, 1), group % max(grid.heads, 1), torch.zeros_like(group)
 
-    def value(e: Expr) -> Tensor:
+    def value(e: Expr) -> Any:
+        if e.op == "const":
+            return np.full((grid.groups, 1), max(-FAR, min(e.attr, FAR)))
         found = evaluate(traced.program, traced.binding, b=b, h=h, q_idx=zero, kv_idx=zero, body=e)
-        return found.to(device).clamp(-FAR, FAR).expand(grid.groups, 1)
+        return found.clamp(-FAR, FAR).expand(grid.groups, 1).cpu().numpy()
 
     return [[value(e) for e in zone] for zone in part]
 
 
-def _turned(ends: list[Tensor]) -> list[Tensor]:
+def _turned(ends: list[Any]) -> list[Any]:
     """The ends of a zone with queries and keys in each other's place."""
     q_least, q_most, kv_least, kv_most, apart_least, apart_most = ends
     return [kv_least, kv_most, q_least, q_most, -apart_most, -apart_least]
@@ -59,42 +71,49 @@ def _turned(ends: list[Tensor]) -> list[Tensor]:
 
 def _add(runs: LineRuns, kept: Numbers, dropped: Numbers, own: tuple[int, int], other: tuple[int, int]) -> None:
     """The runs of one direction, for tiles of (own, other) = (tile, length) along its lines and across them."""
-    group, at_once = torch.arange(runs.groups, device=runs.device)[:, None], max(1, LINES_AT_ONCE // runs.groups)
+    group, at_once = np.arange(runs.groups)[:, None], max(1, LINES_AT_ONCE // runs.groups)
     for first in range(0, runs.lines, at_once):
-        line = torch.arange(first, min(first + at_once, runs.lines), device=runs.device)
-        low, high = line * own[0], (line * own[0] + (own[0] - 1)).clamp(max=own[1] - 1)
+        line = np.arange(first, min(first + at_once, runs.lines))
         base = (group * runs.lines + line) * runs.width
+        base = base.astype(np.int32 if runs.dtype == torch.int32 else np.int64)
+        low, high = line * own[0], np.minimum(line * own[0] + (own[0] - 1), own[1] - 1)
         keeps, drops = ([_run_of(ends, low, high, other) for ends in part] for part in (kept, dropped))
-        for at, stop, has_kept, has_dropped in _walk(keeps, drops, torch.zeros_like(base), runs.cells):
+        for at, stop, has_kept, has_dropped in _walk(keeps, drops, base.shape, runs.cells):
             for found, kind in ((has_kept & ~has_dropped, runs.full), (has_kept & has_dropped, runs.partial)):
-                kind.add((base + at)[found], (base + stop)[found])
+                origin = base[found]
+                kind.add(*(torch.from_numpy(origin + x[found].astype(base.dtype)) for x in (at, stop)))
 
 
-def _run_of(ends: list[Tensor], low: Tensor, high: Tensor, other: tuple[int, int]) -> Run:
-    """The tiles [start, stop) that a zone touches in each line, [groups, lines]; (0, 0) where none.
+def _run_of(ends: list[Any], low: Any, high: Any, other: tuple[int, int]) -> Run:
+    """The tiles that a zone touches in the lines of tokens low to high, `other` = (tile, length) across them.
 
     Of a system of bounds on two whole numbers and their difference, what the one may be is exactly one run."""
     own_least, own_most, other_least, other_most, near, far = ends
-    own_least, own_most = torch.maximum(own_least, low), torch.minimum(own_most, high)
-    least = torch.maximum(other_least.clamp(min=0), own_least + near)
-    most = torch.minimum(other_most.clamp(max=other[1] - 1), own_most + far)
+    own_least, own_most = np.maximum(own_least, low), np.minimum(own_most, high)
+    least = np.maximum(np.maximum(other_least, 0), own_least + near)
+    most = np.minimum(np.minimum(other_most, other[1] - 1), own_most + far)
     some = (own_least <= own_most) & (near <= far) & (least <= most)
-    return least // other[0] * some, (most // other[0] + 1) * some
+    first = least // other[0]
+    return Run(*((x * some).astype(np.uint32) for x in (first, most // other[0] + 1 - first)))
 
 
 def _walk(
-    kept: list[Run], dropped: list[Run], at: Tensor, cells: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    kept: list[Run], dropped: list[Run], shape: tuple[int, int], cells: int
+) -> Iterator[tuple[Any, Any, Any, Any]]:
     """(at, stop, some pair is kept, some is dropped) of stretches of tiles in which no run begins or ends, line by line together."""
-    while bool((at < cells).any()):
-        stop, states = torch.full_like(at, cells), []
+    at = np.zeros(shape, np.uint32)
+    places = [place for start, many in (*kept, *dropped) for place in (start, start + many)]
+    while (live := at < cells).any():
+        states = []
         for part in (kept, dropped):
-            state = torch.zeros_like(at, dtype=torch.bool)
-            for begin, end in part:
-                state |= (begin <= at) & (at < end)
-                for place in (begin, end):
-                    stop = torch.where(place > at, torch.minimum(stop, place), stop)
-            states.append(state & (at < cells))
+            state = np.zeros(shape, np.bool_)
+            for start, many in part:
+                state |= at - start < many  # what lies before the start is beyond every length
+            states.append(state & live)
+        ahead = np.uint32(cells - 1) - at
+        for place in places:
+            np.minimum(ahead, place - at - 1, out=ahead)  # so is a place that is not ahead
+        stop = at + (ahead + 1) * live
         yield at, stop, states[0], states[1]
         at = stop
 
