@@ -11,6 +11,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from flexattn.frontend.program import Program
 from flexattn.frontend.tile_map import TileMap
 from flexattn.runtime import device as devices
 from flexattn.runtime import kept, settings
+from flexattn.runtime.device import Queue
 from flexattn.runtime.table_builder import Built, Cut, DeviceTable, build_tables
 
 if TYPE_CHECKING:
@@ -62,7 +64,9 @@ def _is_for_device(predicate: PredicateMask) -> bool:
     map, whose bounds do, is faster though it asks the host; a CUDA graph cannot ask it."""
     if predicate.traced is None or predicate.device.type != "cuda" or 0 in predicate.lengths:
         return False
-    return count_pairs(predicate) <= _MOST_PAIRS or not has_floats(predicate) or devices.is_capturing(predicate.device)
+    if not has_floats(predicate.traced.program) or count_pairs(predicate) <= _MOST_PAIRS:
+        return True
+    return devices.is_capturing(predicate.device)
 
 
 def count_pairs(predicate: PredicateMask) -> int:
@@ -70,43 +74,45 @@ def count_pairs(predicate: PredicateMask) -> int:
     return math.prod((*predicate.shared_sizes, *predicate.lengths))
 
 
-def has_floats(predicate: PredicateMask) -> bool:
+@lru_cache(maxsize=1024)
+def has_floats(program: Program) -> bool:
     """Whether a mask computes with floats somewhere."""
-    assert predicate.traced is not None
-    return any(n.dtype.is_floating_point for n in topological([predicate.traced.program.body]))
+    return any(n.dtype.is_floating_point for n in topological([program.body]))
 
 
 def _tables_on_device(predicate: PredicateMask, cuts: Sequence[Cut]) -> list[DeviceTable]:
     """The tables that are kept, and together those that are not, or whose rows turned out to need more room."""
     assert predicate.traced is not None
-    entries: dict[Cut, _Entry | None] = {cut: kept.find(predicate, cut) for cut in cuts}
+    queue = devices.queue_of(predicate.device)
+    entries: dict[Cut, _Entry | None] = {cut: kept.find(predicate, cut, queue) for cut in cuts}
     missing = [cut for cut, entry in entries.items() if entry is None or entry.is_outgrown()]
     if missing:
         room = _room_of(predicate.traced.program, predicate.device)
         room.reports.extend(e.report for e in entries.values() if e is not None and e.report is not None)
         for first in range(0, len(missing), MOST_TABLES):
-            entries |= _built(predicate, tuple(missing[first : first + MOST_TABLES]), room)
+            entries |= _built(predicate, tuple(missing[first : first + MOST_TABLES]), room, queue)
     return [entry.table for entry in entries.values() if entry is not None]
 
 
-def _built(predicate: PredicateMask, cuts: tuple[Cut, ...], room: _Room) -> dict[Cut, _Entry]:
-    device = predicate.device
-    report = None if devices.is_capturing(device) else _Report()
+def _built(predicate: PredicateMask, cuts: tuple[Cut, ...], room: _Room, queue: Queue) -> dict[Cut, _Entry]:
+    report = None if queue.is_capturing else _Report()
     told = None if report is None else report.told
-    built = build_tables(predicate, cuts, devices.target_for(device), room=room.spans(), told=told)
+    target = devices.target_for(queue.device)
+    built = build_tables(predicate, cuts, target, room=room.spans(), told=told, queue=queue)
     if room.needed > built.room:
         _say_too_many(room.needed, built.room)
     if report is not None:
         room.reports.append(report)
     found = {cut: _Entry(table, built, report) for cut, table in zip(cuts, built.tables)}
     if torch.are_deterministic_algorithms_enabled() and found[cuts[0]].is_outgrown():  # waits for the device
-        return _built(predicate, cuts, room)
-    kept.keep(predicate, found)
+        return _built(predicate, cuts, room, queue)
+    kept.keep(predicate, {**built.aside, **found}, queue)
     return found
 
 
 # ---------------------------------------------------------------- room for spans
 _LOCK = threading.Lock()
+_PLACES_AT_ONCE = 256
 _UNKNOWN = -1  # what a place holds before a kernel has written to it
 
 
@@ -122,19 +128,28 @@ _LEFT: deque[_Place] = deque()  # nobody will read them
 
 
 def _place() -> _Place:
-    """One that holds _UNKNOWN. To get it from the driver takes as long as a table, so none is given back, and one is used
-    again only after it has been written to: a kernel may write long after nobody asks any more."""
-    with _LOCK:
-        for _ in range(min(len(_LEFT), 4)):
-            place = _LEFT.popleft()
-            (_LEFT if place.value[0] == _UNKNOWN else _FREE).append(place)
-        if not _FREE:
-            with torch.inference_mode(False):  # whoever writes to it next
-                made = torch.zeros(256, dtype=torch.int32, pin_memory=True).split(1)
-            _FREE.extend(_Place(x, x.numpy()) for x in made)
+    """One that holds _UNKNOWN."""
+    try:
         place = _FREE.pop()
+    except IndexError:
+        place = _more_places()
     place.value[0] = _UNKNOWN
     return place
+
+
+def _more_places() -> _Place:
+    """Fills _FREE. To get memory from the driver takes as long as a table, so none is given back, and a place is used again only
+    after it has been written to: a kernel may write long after nobody asks any more."""
+    with _LOCK:
+        left = [_LEFT.popleft() for _ in range(len(_LEFT))]
+        found = [place for place in left if place.value[0] != _UNKNOWN]
+        _LEFT.extend(place for place in left if place.value[0] == _UNKNOWN)
+        if len(found) <= _PLACES_AT_ONCE // 4:  # else the next ones would be looked for at every call
+            with torch.inference_mode(False):  # whoever writes to it next
+                made = torch.zeros(_PLACES_AT_ONCE, dtype=torch.int32, pin_memory=True).split(1)
+            found += [_Place(x, x.numpy()) for x in made]
+        _FREE.extend(found[1:])
+        return found[0]
 
 
 class _Report:
@@ -192,11 +207,12 @@ class _Room:
         self.usual, self.needed = usual, 0
 
     def spans(self) -> int:
-        """In powers of two, never less than before."""
-        for report in tuple(self.reports):
-            self.needed = max(self.needed, report.spans())
+        """In powers of two, never less than before. Reports come in about the order in which they were asked for."""
         with _LOCK:
-            while self.reports and self.reports[0].is_known:
+            while self.reports:
+                self.needed = max(self.needed, self.reports[0].spans())
+                if not self.reports[0].is_known:
+                    break
                 self.reports.popleft()
         return max(self.usual, 1 << (self.needed - 1).bit_length() if self.needed else 0)
 
@@ -205,11 +221,8 @@ _ROOMS: dict[Hashable, _Room] = {}
 
 
 def _room_of(program: Program, device: torch.device) -> _Room:
-    with _LOCK:
-        room = _ROOMS.get((program, device))
-        if room is None:
-            room = _ROOMS[program, device] = _Room(usual_spans(program))
-        return room
+    room = _ROOMS.get((program, device))
+    return room or _ROOMS.setdefault((program, device), _Room(usual_spans(program)))
 
 
 def usual_spans(program: Program) -> int:

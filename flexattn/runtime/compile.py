@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from flexattn.runtime.device import stream_of
 _KERNELS: dict[tuple[KernelSpec, int], Kernel] = {}
 _FAILED: dict[KernelSpec, Exception] = {}
 _LOCK = threading.RLock()
+T = TypeVar("T")
 
 
 class Starts(Protocol):
@@ -79,8 +80,11 @@ class Launch(NamedTuple):
             values[position] = marshal(arguments[name])
         stream = stream_of(device)
         compiled, runtime = kernel.compiled, _knobs().runtime
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if enter is not None else None
+        enter, leave, metadata = runtime.launch_enter_hook, runtime.launch_exit_hook, None
+        if _is_empty(enter) and _is_empty(leave):  # to call what does nothing would cost as much as to launch
+            enter = leave = None
+        else:
+            metadata = compiled.launch_metadata((programs, 1, 1), stream, *values)
         compiled.run(
             programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values
         )
@@ -150,7 +154,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def _addresses(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values)
+    return tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values])
 
 
 def _descriptor_facts(block: list[int], tensor: torch.Tensor) -> dict[str, Any]:
@@ -180,7 +184,8 @@ def flat_arguments(captures: Sequence[torch.Tensor], numbers: Sequence[int | flo
     """The tuple `caps` that generated functions index: pointer, sizes and strides of each capture, then the numbers."""
     flat: list[Any] = []
     for c in captures:
-        flat += [c.detach().view(torch.uint8) if c.dtype == torch.bool else c.detach(), *c.shape, *c.stride()]
+        c = c.detach() if c.requires_grad else c
+        flat += (c.view(torch.uint8) if c.dtype == torch.bool else c, *c.shape, *c.stride())
     return (*flat, *numbers) or (0,)
 
 
@@ -189,6 +194,23 @@ def _knobs() -> Any:
     from triton import knobs
 
     return knobs
+
+
+def _is_empty(hook: Any) -> bool:
+    """Whether there is no hook: none at all, or a chain of none."""
+    return hook is None or not getattr(hook, "calls", True)
+
+
+# ---------------------------------------------------------------- launches that are ready
+_READY_AT_MOST = 1024  # each holds numbers, no tensor
+
+
+def keep_ready(known: dict[Any, T], key: Any, what: T) -> T:
+    """Keeps a launch that is ready, or several, by what they rest on; few enough that no one's memory fills."""
+    if len(known) >= _READY_AT_MOST:
+        known.clear()
+    known[key] = what
+    return what
 
 
 # ---------------------------------------------------------------- source to functions
@@ -358,6 +380,7 @@ __all__ = [
     "first_that_builds",
     "flat_arguments",
     "jit_function",
+    "keep_ready",
     "kernel_for",
     "leaf_module",
 ]

@@ -6,16 +6,15 @@ graph that uses it keeps it alive, and what is made while a graph is captured be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.frontend.predicate_mask import PredicateMask
-from flexattn.runtime.device import is_capturing, stream_of
+from flexattn.runtime.device import Queue
 
-T = TypeVar("T")
 _IN_GRAPHS = "in graphs"
 
 
@@ -27,43 +26,33 @@ class _Made(NamedTuple):
     done: torch.cuda.Event | None
 
 
-def find(predicate: PredicateMask, key: Hashable) -> Any:
-    """What is kept under a key, for use on the current stream; None if nothing is."""
+def find(predicate: PredicateMask, key: Hashable, queue: Queue) -> Any:
+    """What is kept under a key, for use on the current stream, which is given; None if nothing is."""
     made: _Made | None = predicate.tables.get(key)
     if made is None:
         return None
     if made.done is None:
         return made.what
-    if is_capturing(predicate.device):  # it begins when the work before it is done, and may wait for nothing outside
+    if queue.is_capturing:  # it begins when the work before it is done, and may wait for nothing outside
         predicate.tables.setdefault(_IN_GRAPHS, []).append(made)
         return made.what
-    if stream_of(predicate.device) != made.stream:
-        stream = torch.cuda.current_stream(predicate.device)
+    if queue.stream != made.stream:
+        stream = queue.torch_stream()
         stream.wait_event(made.done)
         for tensor in _tensors(made.what):
             tensor.record_stream(stream)
     return made.what
 
 
-def keep(predicate: PredicateMask, made: Mapping[Any, Any]) -> None:
+def keep(predicate: PredicateMask, made: Mapping[Any, Any], queue: Queue) -> None:
     """Keeps what the current stream has just made, by its key, if it may be used again."""
-    device = predicate.device
-    if not predicate.reusable or is_capturing(device):
+    if queue.is_capturing or not predicate.reusable:
         return
-    stream, done = stream_of(device), None
-    if device.type == "cuda":
+    done = None
+    if queue.device.type == "cuda":
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(device))
-    predicate.tables.update({key: _Made(what, stream, done) for key, what in made.items()})
-
-
-def once(predicate: PredicateMask, key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` makes of a mask, made once where that is safe."""
-    found = find(predicate, key)
-    if found is None:
-        found = make()
-        keep(predicate, {key: found})
-    return cast(T, found)
+        done.record(queue.torch_stream())
+    predicate.tables.update({key: _Made(what, queue.stream, done) for key, what in made.items()})
 
 
 def _tensors(what: Any) -> Iterator[Tensor]:
@@ -74,4 +63,4 @@ def _tensors(what: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-__all__ = ["find", "keep", "once"]
+__all__ = ["find", "keep"]

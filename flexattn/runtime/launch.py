@@ -8,7 +8,7 @@ function `start` that allocates results and starts a ready launch; autotuning ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from flexattn.errors import CompileError
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
 from flexattn.runtime.choose import Chosen, bound, choose, forget_hopper, forward_kernel, likely_tiles
-from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments
+from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments, keep_ready
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
 
-T = TypeVar("T")
 _LINE_LIMIT = (1 << 31) - 1
 
 
@@ -135,7 +134,6 @@ def _with_unit_strides(problem: Problem) -> Problem:
 
 
 # ---------------------------------------------------------------- launches that are ready
-_READY_AT_MOST = 256  # of one plan; each holds numbers, no tensor
 _EACH_CALL = ("caps", "sums", "batch_step", "head_step")  # arguments that follow tensors and values, not sizes
 
 
@@ -179,7 +177,7 @@ def _run(
 
     ready = _forward_ready(problem, plan, make) if kernel == "forward" else make(kernel)
     if not devices.is_capturing(problem.q.device):  # a call then times nothing, a later one may
-        _keep(known, whole_key, ready)
+        keep_ready(known, whole_key, ready)
     return start(ready)
 
 
@@ -193,13 +191,6 @@ def _forward_ready(problem: Problem, plan: Plan, make: Callable[[str], Ready]) -
             raise
     forget_hopper(problem, plan)
     return make("forward")
-
-
-def _keep(known: dict[Any, T], key: Any, what: T) -> T:
-    if len(known) >= _READY_AT_MOST:
-        known.clear()
-    known[key] = what
-    return what
 
 
 def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, Any]) -> Ready:
@@ -313,7 +304,7 @@ def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> St
             "out_strides": out.stride(), "d_out_strides": d_out.stride(), "q_heads": heads, "q_len": q_len,
             "pairs": batch * heads, "lines": lines,
         }  # fmt: skip
-        launch = _keep(known, key, kernel.fix(batch * heads * lines, fixed))
+        launch = keep_ready(known, key, kernel.fix(batch * heads * lines, fixed))
     return launch
 
 

@@ -45,7 +45,8 @@ def check(
     cuts, traced = tuple(Cut(*tile, x) for x in directions), predicate.traced
     roads = [True, False] if traced is not None and hold_for(traced.program, traced.binding.numbers) else [False]
     for by_formula in roads:
-        with mock.patch.object(table_builder, "hold_for", return_value=by_formula):
+        manner = mock.patch.object(table_builder, "_manner", table_builder._manner.__wrapped__)  # nothing remembered
+        with manner, mock.patch.object(table_builder, "hold_for", return_value=by_formula):
             built = build_tables(predicate, cuts, INTERPRETER, room=room)
         assert int(built.needed) == 0 and (by_formula or built.room == room)
         for transposed, table in zip(directions, built.tables, strict=True):
@@ -217,6 +218,7 @@ def test_a_place_is_used_again_only_after_a_kernel_has_written_to_it(monkeypatch
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory, **options: zeros(*shape, **options))
     for places in (block_map._FREE, block_map._LEFT):
         places.clear()
+    monkeypatch.setattr(block_map, "_PLACES_AT_ONCE", 2)
     first, second = block_map._Report(), block_map._Report()
     assert (first.spans(), first.is_known) == (0, False)
     first.told.fill_(5)
@@ -258,7 +260,7 @@ def test_a_table_that_would_be_too_large_has_less_room_and_says_so(
     late: type[LateReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_builder, "_MOST_BYTES", 2 * 3 * 16)  # two rows with room for 3
-    monkeypatch.setattr(table_builder, "_recipe", table_builder._recipe.__wrapped__)  # none that was made before
+    monkeypatch.setattr(table_builder, "_READY", {})  # none that was made before
     mask, late.has_arrived = striped(48), True
     kept_table(mask)  # with room for 2
     with pytest.warns(settings.FlexPerformanceWarning, match="6 runs of tiles and its table room for 3"):
@@ -270,12 +272,12 @@ def test_a_table_that_would_be_too_large_has_less_room_and_says_so(
 
 def test_a_mask_of_zones_without_room_for_its_spans_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose rows degrade where they must; a formula would write behind its row."""
-    monkeypatch.setattr(table_builder, "_recipe", table_builder._recipe.__wrapped__)
+    monkeypatch.setattr(table_builder, "_READY", {})
     monkeypatch.setattr(table_builder, "_MOST_BYTES", 6 * 3 * 16)  # six rows with room for 3, where the formula wants 5
     mask = create_block_mask(ZONED["sink and window"], None, None, 90, 130, device="cpu")
     traced = mask.predicate.traced
     assert hold_for(traced.program, traced.binding.numbers)
-    (table,), room, needed = build_tables(mask.predicate, (Cut(16, 16, False),), INTERPRETER, room=64)
+    (table,), room, needed, _ = build_tables(mask.predicate, (Cut(16, 16, False),), INTERPRETER, room=64)
     assert room == 3 and int(needed) == 0
     check_table(table, mask.tile_map(16, 16), transposed=False)
 
@@ -329,7 +331,7 @@ def test_captured_tensors_of_every_kind() -> None:
 def check_tree(data: Tensor) -> None:
     """(least, greatest) and the set of values of every 64 elements, of every 4 such groups and so on to one; levels are a
     quarter of the one below."""
-    (tree, sets), values = build_tree(data, INTERPRETER, torch.zeros(1, dtype=torch.int32)), data.reshape(-1).long()
+    (tree, sets), values = build_tree(data, INTERPRETER), data.reshape(-1).long()
     width = 4 ** next(n for n in range(20) if 64 * 4**n >= len(values))
     assert len(tree) == len(sets) == (4 * width - 1) // 3
     at, step = 0, 64
@@ -351,9 +353,7 @@ def test_trees_hold_the_extremes_of_their_ranges(length: int, dtype: torch.dtype
 
 
 def test_tree_of_an_empty_tensor_is_zero() -> None:
-    assert build_tree(torch.zeros(0, 5, dtype=torch.int64), INTERPRETER, torch.zeros(1, dtype=torch.int32)).ends[
-        0
-    ].tolist() == [0, 0]
+    assert build_tree(torch.zeros(0, 5, dtype=torch.int64), INTERPRETER).ends[0].tolist() == [0, 0]
 
 
 def test_tree_of_truth_values_and_of_a_tensor_that_is_not_contiguous() -> None:

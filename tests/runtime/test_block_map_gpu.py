@@ -18,7 +18,7 @@ from flexattn.errors import StaleMaskError
 from flexattn.frontend.tile_map import TileMap
 from flexattn.runtime import block_map, settings, table_builder
 from flexattn.runtime.block_map import Cut, DeviceTable, device_tables
-from flexattn.runtime.device import target_for
+from flexattn.runtime.device import queue_of, target_for
 from flexattn.runtime.table_builder import Built, build_tables
 from tests.frontend import library_masks
 from tests.frontend.library_masks import LIBRARY
@@ -113,7 +113,7 @@ def test_integers_that_wrap_around_are_found_on_the_device() -> None:
     for far in (7, 2**62, 2**63 - 1, -(2**63)):
         start = torch.tensor([far, 40], device=GPU)
         mask = create_block_mask(lambda b, h, i, j: i + start[b] > j, 2, None, 130, 150, device=GPU)
-        assert int(table_builder._wild(mask.predicate, (start,))) == (abs(far) > 2**62)
+        assert int(table_builder._wild(mask.predicate, (start,), queue_of(GPU), {})) == (abs(far) > 2**62)
         check_both(mask, TILES[:1])
 
 
@@ -166,7 +166,7 @@ def test_a_deterministic_table_has_grown_at_once(deterministic: None) -> None:
 
 def test_a_table_that_may_not_grow_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_builder, "_MOST_BYTES", 4 * 8 * 16)  # four rows of 8 spans of a kind
-    monkeypatch.setattr(table_builder, "_recipe", table_builder._recipe.__wrapped__)  # none that was made before
+    monkeypatch.setattr(table_builder, "_READY", {})  # none that was made before
     settings.forget_warnings()
     mask, tile = stripes(64 * 60), (64, 64)
     first = device_table(mask, *tile, transposed=False)
