@@ -3,6 +3,7 @@
     python -m tests.fuzz --build                                       # without a GPU: kernels into build/fuzz_kernels
     python -m tests.fuzz --problems 10000 --processes 12 --out fuzz.json
     python -m tests.fuzz --seed 4711                                   # one problem alone, with its figures
+    python -m tests.fuzz --fresh 100                                   # without a GPU: random structures compile
     compute-sanitizer --tool memcheck python -m tests.fuzz --problems 12 --small
 
 The exit status is 0 if every answer is right.
@@ -33,6 +34,8 @@ def main() -> int:
     options = _options()
     if options.build:
         return ahead.build_all(options.kernels, options.processes, lambda line: print(line, flush=True))
+    if options.fresh:
+        return _fresh(options)
     torch.set_num_threads(1)
     seeds = [options.seed] if options.seed is not None else _seeds(options)
     index, count = map(int, options.worker.split("/")) if options.worker is not None else (0, 1)
@@ -63,6 +66,14 @@ def main() -> int:
     return 1 if report["failures"] or report["problems"] != len(seeds) else 0
 
 
+def _fresh(options: argparse.Namespace) -> int:
+    from tests.fuzz.fresh import check_fresh
+
+    names = {seed: f"fresh {seed}" for seed in range(options.first, options.first + options.fresh)}
+    say = lambda line: print(line, flush=True)
+    return ahead.in_processes(check_fresh, names, options.kernels.with_name("fresh_kernels"), options.processes, say)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random problems against float64.")
     here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,6 +89,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for all problems")
     parser.add_argument("--kernels", type=Path, default=ahead.FOLDER, help="folder of kernels built beforehand")
     parser.add_argument("--build", action="store_true", help="build those, and run nothing")
+    parser.add_argument("--fresh", type=int, default=0, help="compile this many random structures, and run nothing")
     parser.add_argument("--out", type=Path, help="a file for the summary")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--after", type=int, help=argparse.SUPPRESS)

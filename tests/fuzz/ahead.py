@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
+import json
 import multiprocessing
 import re
 import subprocess
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,7 @@ from flexattn.runtime import choose, launch
 from flexattn.runtime import compile as compiling
 from flexattn.runtime import device as devices
 from flexattn.runtime.attention import AuxRequest, prepare
-from flexattn.runtime.table_builder import Cut, build_tables
+from flexattn.runtime.table_builder import Cut, DeviceTable, build_tables
 from tests.fuzz.problems import make
 from tests.fuzz.structures import STRUCTURES
 
@@ -105,14 +107,23 @@ def build_all(folder: Path, processes: int, say: Callable[[str], None]) -> int:
 
     Returns: how many structures failed.
     """
+    names = {n: structure.name for n, structure in enumerate(STRUCTURES)}
+    return in_processes(_build, names, folder, processes, say)
+
+
+def in_processes(
+    work: Callable[[int, Path], object], names: dict[int, str], folder: Path, processes: int, say: Callable[[str], None]
+) -> int:
+    """work(n, folder) for every n, told of in lines; returns how many raised an error."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = 0
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = {pool.submit(_build, n, folder): n for n in range(len(STRUCTURES))}
+        jobs = {pool.submit(work, n, folder): name for n, name in names.items()}
         for done, job in enumerate(as_completed(jobs)):
-            name, problem = STRUCTURES[jobs[job]].name, job.exception()
+            problem = job.exception()
             failures += problem is not None
-            say(f"[{done + 1}/{len(jobs)}] {name}: {problem or job.result()}")
+            said = job.result() if problem is None else f"FAILED: {problem}"
+            say(f"[{done + 1}/{len(jobs)}] {jobs[job]}: {said}")
     return failures
 
 
@@ -121,7 +132,7 @@ def _build(index: int, folder: Path) -> str:
     torch.set_num_threads(1)
     cpu, cuts = torch.device("cpu"), set()
     structure = STRUCTURES[index]
-    with no_gpu(folder) as counts:
+    with no_gpu(folder) as log:
         for number, variant in enumerate(structure.variants):
             drawn = make(index + len(STRUCTURES) * number, cpu, is_small=True)
             mask = (None, drawn.mask.mod) if drawn.mask.blocks is None else (drawn.mask.blocks, None)
@@ -140,38 +151,68 @@ def _build(index: int, folder: Path) -> str:
             predicate = None if problem.block_mask is None else problem.block_mask.predicate
             if predicate is not None and predicate.traced is not None and drawn.mask.blocks is None:
                 build_tables(predicate, tuple(cuts), target_of(90), room=4)
-    return ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    return ", ".join(f"{count} {what}" for what, count in sorted(log.counts.items()))
+
+
+@dataclass
+class Log:
+    """What was built while there was no GPU.
+
+    Attributes:
+        counts: kernels 'built' and 'already there'.
+        spilled: of each, in order: (kernel, its tiles, registers a thread that were put to memory).
+        faults: what compilers failed with.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    spilled: list[tuple[str, str, int]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def no_gpu(folder: Path) -> Iterator[Counter[str]]:
+def no_gpu(folder: Path) -> Iterator[Log]:
     """Inside, every device is a Hopper, kernels are built for one and kept in the folder, and a launch does nothing."""
-    counts: Counter[str] = Counter()
-    before = compiling.build, devices.target_for
-    real_build = compiling.build
+    log, before = Log(), (compiling.build, devices.target_for, launch.table_of)
 
     def build(source: KernelSource) -> Any:
-        from triton import knobs
-
-        key = key_of(source)
-        if not (folder / f"{key}.cubin.gz").exists():
-            with knobs.compilation.scope():
-                knobs.compilation.disable_line_info = True
-                store(folder, key, real_build(source))
-            counts["built"] += 1
-        else:
-            counts["already there"] += 1
-        spilled = _spills(gzip.decompress((folder / f"{key}.cubin.gz").read_bytes()))
+        try:
+            spilled = _binary(source, folder, before[0], log.counts)
+        except Exception as error:
+            log.faults.append(f"{source.spec.kernel}: {type(error).__name__}: {str(error)[-500:]}")
+            raise
+        config = source.spec.config
+        log.spilled.append((source.spec.kernel, f"{config.BLOCK_M}x{config.BLOCK_N}", spilled))
         return SimpleNamespace(
             n_spills=spilled, function=0, packed_metadata=None, run=lambda *given: None, _init_handles=lambda: None,
             launch_metadata=lambda *given: None,
         )  # fmt: skip
 
+    nothing = torch.zeros(1, 1, 12, dtype=torch.int32)
     compiling.build, devices.target_for = build, lambda device: target_of(90)  # type: ignore[assignment]
+    launch.table_of = lambda problem, cut: DeviceTable(nothing, nothing[0, :, :2], 1, 1)
     try:
-        yield counts
+        yield log
     finally:
-        compiling.build, devices.target_for = before
+        compiling.build, devices.target_for, launch.table_of = before
+
+
+def _binary(
+    source: KernelSource, folder: Path, compile_now: Callable[[KernelSource], Any], counts: Counter[str]
+) -> int:
+    """Puts a kernel into the folder where it is not there; returns what it spills, once it is known to fit the device."""
+    from triton import knobs
+
+    key = key_of(source)
+    if (folder / f"{key}.cubin.gz").exists():
+        counts["already there"] += 1
+    else:
+        with knobs.compilation.scope():
+            knobs.compilation.disable_line_info = True
+            store(folder, key, compile_now(source))
+        counts["built"] += 1
+    shared = json.loads((folder / f"{key}.json").read_text())["shared"]
+    assert shared <= source.spec.target.shared_bytes, f"it takes {shared} bytes of shared memory"
+    return _spills(gzip.decompress((folder / f"{key}.cubin.gz").read_bytes()))
 
 
 def _spills(binary: bytes) -> int:

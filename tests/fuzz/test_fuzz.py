@@ -277,10 +277,10 @@ def test_a_kernel_that_was_built_beforehand_is_found_again(tmp_path: Path, monke
     source = emit(KernelSpec("order", target_of(90), TileConfig(64, 64, 4, 1), 0, 0, layouts=()))
     other = emit(KernelSpec("order", target_of(90), TileConfig(32, 64, 4, 1), 0, 0, layouts=()))
     assert ahead.load(tmp_path, source) is None
-    with ahead.no_gpu(tmp_path) as counts:
+    with ahead.no_gpu(tmp_path) as log:
         assert compiling.build(source).n_spills == 0
         assert compiling.build(source).n_spills == 0
-    assert counts == {"built": 1, "already there": 1}
+    assert log.counts == {"built": 1, "already there": 1}
     used = ahead.use(tmp_path)
     kernel = compiling.build(source)
     assert kernel.metadata.num_warps == 4 and kernel.kernel[:4] == b"\x7fELF"
