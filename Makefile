@@ -6,6 +6,7 @@
 #   make test            the fast tests; gpu tests run by themselves where a GPU is present
 #   make test-triton36   kernels compiled by Triton 3.6.0, in an environment of its own (.venv-triton36)
 #   make test-all        the slow ones too: every kernel, configuration and target under both Tritons
+#   make fuzz            10,000 random problems against float64, on a Hopper GPU   (make fuzz FUZZ="--problems 500")
 #   make notebooks       executes the notebooks
 #   make lint types      ruff (rules and format), mypy
 #   make bench           the benchmarks, and the README's section from their results   (make bench BENCH=--quick)
@@ -33,11 +34,12 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 SHORT  ?=
 BENCH  ?=
+FUZZ   ?=
 # Two workers on two cores, one thread each: torch would otherwise start a pool per worker.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 JOBS   ?= 2
 
-.PHONY: help demo test test-all test-main test-interpret test-triton36 notebooks lint types bench clean
+.PHONY: help demo test test-all test-main test-interpret test-triton36 fuzz notebooks lint types bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -88,6 +90,9 @@ test-all: notebooks $(READY36)
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not notebook"
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist worksteal tests/interpret
 	OMP_NUM_THREADS=1 $(PY36) -m pytest -n $(JOBS) --dist worksteal tests/codegen/test_compile*.py
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(FUZZ)
 
 notebooks: $(READY)
 	$(PY) -m pytest -m notebook tests/test_notebooks.py

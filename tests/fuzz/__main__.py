@@ -118,7 +118,8 @@ class Tally:
         self.way, self.is_loud = way, is_loud
         self.failures: list[str] = []
         self.by_structure: dict[str, dict[str, Any]] = {}
-        self.count, self.skipped = 0, 0
+        self.count = 0
+        self.worst = dict.fromkeys(CHECKS, (0.0, -1))
 
     def add(self, outcome: Outcome) -> None:
         if outcome.seed >= 0:
@@ -128,6 +129,7 @@ class Tally:
             row["problems"] += 1
             for name, figure in zip(CHECKS, outcome.figures):
                 row[name] = max(row[name], figure)
+                self.worst[name] = max(self.worst[name], (figure, outcome.seed))
         if outcome.is_right and not self.is_loud:
             return
         text = "all" if outcome.seed < 0 else str(make(outcome.seed, torch.device("cpu"), is_small=self.way.is_small))
@@ -144,7 +146,8 @@ class Tally:
         gpu = torch.cuda.get_device_name() if self.way.device == "cuda" else "none"
         return {
             "problems": self.count, "failures": len(self.failures), "seconds": round(seconds, 1), "structures": len(self.by_structure),
-            "worst": {n: max((r[n] for r in self.by_structure.values()), default=0.0) for n in CHECKS},
+            "worst": {n: figure for n, (figure, _) in self.worst.items()},
+            "worst seeds": {n: seed for n, (_, seed) in self.worst.items()},
             "kernel": self.way.kernel if self.way.device == "cuda" else "torch operations", "kernels": built, "device": gpu,
             "torch": torch.__version__, "triton": triton.__version__, "by structure": self.by_structure, "wrong": self.failures,
         }  # fmt: skip

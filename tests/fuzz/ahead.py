@@ -50,16 +50,17 @@ def key_of(source: KernelSource) -> str:
     facts = (
         triton.__version__, source.spec.target.arch, source.module, source.function, source.leaf_text,
         sorted(source.leaves.items()), sorted(source.signature.items()), sorted(source.constexprs.items()),
-        source.aligned, sorted(source.options.items()), _skeletons(),
+        source.aligned, sorted(source.options.items()), _skeletons(source.module),
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-@functools.lru_cache(maxsize=1)
-def _skeletons() -> str:
+@functools.lru_cache(maxsize=16)
+def _skeletons(module: str) -> str:
+    """Of the text of a skeleton and of what skeletons share."""
     from flexattn.codegen import skeletons
 
-    files = sorted(Path(skeletons.__path__[0]).glob("*.py"))
+    files = [Path(skeletons.__path__[0]) / f"{name}.py" for name in ("softmax", "tiles", "leaf_ops", module)]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 

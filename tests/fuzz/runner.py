@@ -30,6 +30,7 @@ from tests.fuzz.structures import STRUCTURES
 
 GROUP = 8  # problems between two looks at the device
 HANGS_AFTER = 30.0  # seconds for a group
+_SLOWER = 20  # is a kernel that a tool looks at
 _SILENT = 180.0  # seconds; a process that builds kernels says nothing for a while
 _RESTARTS = 3
 _HANGS, _BREAKS = 3, 4  # exit statuses of a process that cannot go on
@@ -93,7 +94,8 @@ def run_group(seeds: Sequence[int], way: Way) -> list[Outcome]:
     device = torch.device(way.device, 0) if way.device == "cuda" else torch.device(way.device)
     problems = [make(seed, device, is_small=way.is_small) for seed in seeds]
     launched = [_launch(problem, way) for problem in problems]
-    _wait([(p.seed, event) for p, (_, event, _) in zip(problems, launched) if event is not None])
+    patience = HANGS_AFTER * (_SLOWER if way.is_small else 1)
+    _wait([(p.seed, event) for p, (_, event, _) in zip(problems, launched) if event is not None], patience)
     outcomes = [Outcome(p.seed, [], trouble) for p, (_, _, trouble) in zip(problems, launched)]
     figures = []
     for problem, (results, _, trouble) in zip(problems, launched):
@@ -125,8 +127,8 @@ def _launch(problem: Problem, way: Way) -> tuple[Any, torch.cuda.Event | None, s
     return results, event, "" if ran == 1 else f"{way.kernel} ran {ran} times"
 
 
-def _wait(events: list[tuple[int, torch.cuda.Event]]) -> None:
-    until = time.monotonic() + HANGS_AFTER
+def _wait(events: list[tuple[int, torch.cuda.Event]], patience: float) -> None:
+    until = time.monotonic() + patience
     for seed, event in events:
         while not event.query():
             if time.monotonic() > until:
