@@ -24,7 +24,19 @@ import torch
 from tests.fuzz import ahead
 from tests.fuzz.judge import CHECKS
 from tests.fuzz.problems import CROWDED, is_crowded, make
-from tests.fuzz.runner import Outcome, Way, limit_programs, outcomes_of, run_processes, share_of, too_many_builds, work
+from tests.fuzz.runner import (
+    BREAKS,
+    HANGS,
+    Hang,
+    Outcome,
+    Way,
+    limit_programs,
+    outcomes_of,
+    run_processes,
+    share_of,
+    too_many_builds,
+    work,
+)
 from tests.fuzz.structures import STRUCTURES
 
 _SHOWN = 40  # failures
@@ -163,4 +175,12 @@ def _text(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Hang as hang:
+        print(f"WRONG: {hang}")
+        status = HANGS
+    if status in (HANGS, BREAKS):  # a device that does not answer would not let this process end in the usual way
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

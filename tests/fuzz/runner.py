@@ -33,7 +33,7 @@ HANGS_AFTER = 30.0  # seconds for a group
 _SLOWER = 20  # is a kernel that a tool looks at
 _SILENT = 180.0  # seconds; a process that builds kernels says nothing for a while
 _RESTARTS = 3
-_HANGS, _BREAKS = 3, 4  # exit statuses of a process that cannot go on
+HANGS, BREAKS = 3, 4  # exit statuses of a process that cannot go on
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,10 @@ def work(seeds: Sequence[int], way: Way, counts: dict[str, int]) -> int:
             say(seed=outcome.seed, figures=outcome.figures, trouble=outcome.trouble)
     except Hang as hang:
         say(seed=hang.seed, figures=[], trouble=str(hang))
-        return _HANGS
+        return HANGS
     except Exception as error:
         say(broken=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        return _BREAKS
+        return BREAKS
     if trouble := too_many_builds(seeds, way):
         say(seed=-1, figures=[], trouble=trouble)
     say(end=dict(counts), builds=dict(flexattn.stats().builds))
