@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,7 +92,11 @@ def spots(chosen: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 def picked(values: Tensor, chosen: Tensor) -> Tensor:
     """values[chosen], in order."""
-    return torch.from_numpy(values.numpy()[chosen.numpy()]) if values.device.type == "cpu" else values[chosen]
+    if values.device.type != "cpu":
+        return values[chosen]
+    return torch.from_numpy(
+        values.numpy().reshape(-1).take(np.flatnonzero(chosen.numpy()))
+    )  # faster than by truth values
 
 
 def taken(values: Tensor, at: Tensor) -> Tensor:
@@ -162,39 +166,50 @@ class LineRuns:
         # int32, nearly always, is half the memory and sorted in half the time
         self.dtype = torch.int32 if groups * self.lines * self.width < 1 << 31 else torch.int64
         self.full, self.partial = Runs(device, self.dtype), Runs(device, self.dtype)
+        self.coarser: dict[
+            int, LineRuns
+        ] = {}  # full runs of boxes so many lines high and cells wide, till all are known
 
     def add_boxes(self, boxes: Tensor, inside: Tensor, scale: int) -> None:
         """Children `inside` [f, f, n] of the n parents (group, line, cell), each `scale` lines high and cells wide."""
         if not how_many(inside):
             return
-        group, line, cell = boxes
-        up, left = (torch.arange(n, device=self.device)[:, None] * scale for n in inside.shape[:2])
-        top, begin = line * (inside.shape[0] * scale) + up, cell * (inside.shape[1] * scale) + left
-        key = (((group * self.lines + top) * self.width)[:, None] + begin).to(self.dtype)
+        if scale > 1:
+            if scale not in self.coarser:
+                lines, cells = (-(-n // scale) for n in (self.lines, self.cells))
+                self.coarser[scale] = LineRuns(self.groups, (lines, lines), (cells, cells), self.device)
+            self.coarser[scale].add_boxes(boxes, inside, 1)
+            return
+        group, line, cell = boxes.to(self.dtype)
+        up, left = (torch.arange(n, dtype=self.dtype, device=self.device)[:, None] for n in inside.shape[:2])
+        top, begin = group * self.lines + line * inside.shape[0] + up, cell * inside.shape[1] + left
+        key = (top * self.width)[:, None] + begin
         first, last = inside.clone(), inside.clone()
         first[:, 1:] &= ~inside[:, :-1]
         last[:, :-1] &= ~inside[:, 1:]
-        starts, stops = picked(key, first), picked(key, last) + scale
-        if self.cells % scale:  # the last children may reach behind the last cell
-            stops -= picked((begin + (scale - self.cells)).clamp(min=0).to(self.dtype).expand(key.shape), last)
-        if scale > 1:
-            lines = torch.arange(scale, dtype=self.dtype, device=self.device)
-            starts, stops = (x[:, None] + lines * self.width for x in (starts, stops))
-            if self.lines % scale:
-                behind = top[:, None].expand(key.shape)
-                starts, stops = (
-                    x[picked(behind, e)[:, None] + lines < self.lines] for x, e in ((starts, first), (stops, last))
-                )
-        self.full.add(starts.flatten(), stops.flatten())
+        self.full.add(picked(key, first), picked(key, last) + 1)
 
     def add_spans(self, runs: Runs, spans: Spans, lines: int, scale: tuple[int, int]) -> None:
         """Spans of a coarser grid with `lines` lines a group: a line is scale[0] lines here, a cell scale[1] cells."""
-        at = lines_of(spans)
-        base = (at % max(lines, 1) * scale[0])[:, None] + torch.arange(scale[0], device=self.device)
-        key = ((at // max(lines, 1) * self.lines)[:, None] + base) * self.width
-        start, stop = ((x.long() * scale[1]).clamp(max=self.cells)[:, None] for x in (spans.start, spans.stop))
+        self._spread(runs, lines_of(spans), spans.start, spans.stop, lines, scale)
+
+    def _spread(self, runs: Runs, at: Tensor, start: Tensor, stop: Tensor, lines: int, scale: tuple[int, int]) -> None:
+        group, line = _split(at.to(self.dtype), max(lines, 1))
+        base = line * scale[0] + torch.arange(scale[0], dtype=self.dtype, device=self.device)[:, None]
+        key = (group * self.lines + base) * self.width
+        start, stop = ((x.to(self.dtype) * scale[1]).clamp(max=self.cells) for x in (start, stop))
         real = (base < self.lines) & (start < stop)
-        runs.add((key + start)[real], (key + stop)[real])
+        runs.add(picked(key + start, real), picked(key + stop, real))
+
+    def _collect(self) -> None:
+        """Full runs of boxes, coarse ones first, become runs of smaller boxes and at last of tiles."""
+        for scale in sorted(self.coarser, reverse=True):
+            boxes = self.coarser.pop(scale)
+            finer = max(self.coarser, default=1)
+            into, times = self.coarser.get(finer, self), scale // finer
+            starts, stops = boxes.full.joined()
+            line, start = _split(starts, boxes.width)
+            into._spread(into.full, line, start, stops - line * boxes.width, boxes.lines, (times, times))
 
     def add_tiles(self, runs: Runs, group: Tensor, line: Tensor, cell: Tensor) -> None:
         start = (group * self.lines + line) * self.width + cell
@@ -202,6 +217,7 @@ class LineRuns:
 
     def spans(self) -> tuple[Spans, Spans]:
         """(full, partial), after the full runs on a cut line or cell have become partial."""
+        self._collect()
         start, stop = self.full.joined()
         if (self.lines, self.cells) == (self.full_lines, self.full_cells):
             return self._csr(start, stop), self._csr(*self.partial.joined())
@@ -259,37 +275,46 @@ def coverage(spans: Spans, *, group: int, lines: int, cells: int, line_step: int
 
 
 def span_table(full: Spans, partial: Spans, *, groups: int, lines: int) -> SpanTable:
-    """Pack spans for a kernel; see `SpanTable`."""
-    index = torch.arange(lines, dtype=torch.int32, device=full.indptr.device).expand(groups, lines)
-    offset, by_kind = 0, []
-    for spans in (full, partial):
-        columns, rest = _columns(spans, offset)
-        by_kind.append((columns, rest))
-        offset += len(rest)
-    columns = [index.flatten(), *(c for pair in zip(*(c for c, _ in by_kind), strict=True) for c in pair)]
-    rows, cost = torch.empty(groups * lines, 12, dtype=torch.int32, device=index.device), columns[1] + columns[2]
+    """Pack spans for a kernel; see `SpanTable`. The host does it, in NumPy, which is several times faster there than torch."""
+    device, index = full.indptr.device, np.arange(lines, dtype=np.int32)
+    many, further = _columns(full, 0)
+    some, others = _columns(partial, len(further))
     # the dearest first, then in order: one number says both, and its remainder which line it was
-    key = _sorted(((1 << 31) - cost.view(groups, lines).long()) * lines + index)
-    order = (_split(key, max(lines, 1))[1] + torch.arange(groups, device=index.device)[:, None] * lines).flatten()
-    starts, stops = columns[5:7], columns[7:9]
-    columns[5:9] = [starts[0], stops[0], starts[1], stops[1]]
-    for at, column in enumerate(columns):
-        rows[:, at] = taken(column, order)
-    rows[:, 11] = 0
-    extra = torch.cat([rest for _, rest in by_kind]) if offset else rows.new_zeros(1, 2)
-    return SpanTable(rows.view(groups, lines, 12), extra)
+    cost = (many.tiles + some.tiles).reshape(groups, lines).astype(np.int64)
+    key = np.sort(((1 << 31) - cost) * lines + index, axis=1)
+    order = (key - key // max(lines, 1) * lines + np.arange(groups)[:, None] * lines).flatten()
+    rows = np.zeros((groups * lines, 12), np.int32)
+    first = (many.start, many.stop, some.start, some.stop)
+    columns = (many.tiles, some.tiles, many.runs, some.runs, *first, many.further, some.further)
+    for at, column in enumerate((np.tile(index, groups), *columns)):
+        rows[:, at] = column.take(order)
+    extra = np.concatenate((further, others)) if len(further) + len(others) else np.zeros((1, 2), np.int32)
+    return SpanTable(*(torch.from_numpy(x).to(device) for x in (rows.reshape(groups, lines, 12), extra)))
 
 
-def _columns(spans: Spans, offset: int) -> tuple[list[Tensor], Tensor]:
-    """Of each line, int32: tiles, runs, start and stop of the first run, where its further runs begin; and those, [n, 2]."""
-    first, runs = spans.indptr[:-1], spans.indptr.diff()
-    ends = torch.cat((runs.new_zeros(1), (spans.stop - spans.start).cumsum(0, dtype=torch.int32)))  # may wrap around:
-    tiles = taken(ends, spans.indptr[1:]) - taken(ends, first)  # what a line has is right all the same
-    has, more = runs > 0, (runs - 1).clamp(min=0)
-    at = first.clamp(max=max(len(spans.start) - 1, 0))
-    start, stop = (taken(x, at) * has if len(x) else torch.zeros_like(runs) for x in (spans.start, spans.stop))
-    begin = (more.cumsum(0, dtype=torch.int32) - more + offset) * (more > 0)
-    rest = torch.ones_like(spans.start, dtype=torch.bool)
-    rest[picked(first, has).long()] = False
-    further = torch.stack((picked(spans.start, rest), picked(spans.stop, rest)), 1)
-    return [tiles, runs, start, stop, begin], further
+class _Columns(NamedTuple):
+    """Of each line, int32: tiles, runs, the first run, and where the further runs begin."""
+
+    tiles: Any
+    runs: Any
+    start: Any
+    stop: Any
+    further: Any
+
+
+def _columns(spans: Spans, offset: int) -> tuple[_Columns, Any]:
+    """The columns of one kind, and the further runs of all lines [n, 2], which begin at `offset`."""
+    indptr, start, stop = (x.cpu().numpy() for x in spans)
+    first, runs = indptr[:-1].astype(np.intp), np.diff(indptr)
+    ends = np.zeros(len(start) + 1, np.int32)
+    np.cumsum(stop - start, dtype=np.int32, out=ends[1:])  # may wrap around: what one line has is right all the same
+    has, more = runs > 0, np.maximum(runs - 1, 0)
+    at = np.minimum(first, len(start) - 1)
+    starts, stops = (x.take(at) * has if len(x) else np.zeros_like(runs) for x in (start, stop))
+    begin = (np.cumsum(more, dtype=np.int32) - more + np.int32(offset)) * (more > 0)
+    rest = np.ones(len(start), np.bool_)
+    rest[first[has]] = False
+    others = np.flatnonzero(rest)
+    return _Columns(np.diff(ends.take(indptr)), runs, starts, stops, begin), np.stack(
+        (start.take(others), stop.take(others)), 1
+    )
