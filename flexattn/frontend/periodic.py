@@ -22,7 +22,7 @@ from flexattn.frontend.tile_search import Found, TileSearch
 
 LEAST_TILES = 1 << 14  # below it the usual search is as fast
 MOST_TOKENS = 1 << 30  # a period is looked at where indices are up to twice as large
-MOST_TILES = 1 << 19  # of one period, from the first diagonal to the last
+MOST_TILES = 1 << 19  # of one period of one group, from the first diagonal to the last
 SHARE = 8  # of all tiles a period is at most one in so many
 _SAME = ("lt", "le", "eq", "ne")
 _DIVIDES = ("floordiv", "mod", "rshift")
@@ -37,7 +37,7 @@ def repeated_search(traced: Traced, grid: Grid, device: torch.device) -> Found |
         return None
     step = period(traced, math.lcm(grid.q_block, grid.kv_block))
     tiles = 0 if step is None else (rows + cols) * (step // grid.q_block + step // grid.kv_block)
-    if step is None or step >= grid.q_len or grid.groups * tiles > MOST_TILES or SHARE * tiles > rows * cols:
+    if step is None or step >= grid.q_len or tiles > MOST_TILES or SHARE * tiles > rows * cols:
         return None
     return _Repeated(traced, grid, device, step).run()
 

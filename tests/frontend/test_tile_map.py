@@ -371,6 +371,18 @@ def test_masks_that_do_not_repeat(mask_mod, monkeypatch: pytest.MonkeyPatch) -> 
     check(build(mask_mod, 200, 300, 16, 16), brute(mask_mod, BATCH, HEADS, 200, 300))
 
 
+def test_the_most_tiles_of_a_period_are_those_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More heads make a period's tiles more, but all tiles too."""
+    rows = cols = 512 // 16
+    monkeypatch.setattr(periodic, "LEAST_TILES", 1)
+    monkeypatch.setattr(periodic, "MOST_TILES", 2 * (rows + cols))
+    apart = torch.arange(1, HEADS + 1)
+    mask_mod = lambda b, h, q, k: (q >= k) & ((q - k) % apart[h] == 0)
+    tile_map = build(mask_mod, 512, 512, 16, 16)
+    assert any("repe" in way for way in tile_map.decided)
+    check(tile_map, brute(mask_mod, BATCH, HEADS, 512, 512))
+
+
 def test_a_million_tokens_that_repeat() -> None:
     """Dilated over all of causal: refinement alone would look at the square."""
     n = 1 << 20
