@@ -54,9 +54,10 @@ Build = Callable[[Variant, int, torch.device], Any]
 
 
 class Made(NamedTuple):
-    """The tables of a mask on a GPU: (tile sizes, rows are tiles of keys, table)."""
+    """The tables of a mask on a GPU, and how each is cut."""
 
-    tables: tuple[tuple[tuple[int, int], bool, Any], ...]
+    cuts: tuple[Any, ...]
+    tables: list[Any]
 
 
 def mask_variant(name: str, length: int, device: torch.device) -> Variant:
@@ -105,7 +106,7 @@ def build_ours(variant: Variant, length: int, device: torch.device) -> Any:
     from flexattn.runtime.block_map import device_tables
 
     cuts = _cuts(mask.predicate.traced.program, length, device)
-    return Made(tuple((cut[:2], cut.by_column, table) for cut, table in zip(cuts, device_tables(mask, cuts))))
+    return Made(cuts, device_tables(mask, cuts))
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,14 +153,14 @@ def _check(built: Any, variant: Variant, length: int) -> list[int]:
 
     on_cpu = flexattn.create_block_mask(variant.mask_mod, None, None, length, length).to("cpu")
     if isinstance(built, Made):
-        for tile, transposed, table in built.tables:
+        for (*tile, transposed), table in zip(built.cuts, built.tables):
             wanted = on_cpu.tile_map(*tile)
             _same(*_numbers(table), wanted.full.tiles() + wanted.partial.tiles(), wanted.full.tiles())
             rows = wanted.table(transposed).rows
             for field in (1, 2):  # of every row
                 if not torch.equal(table.rows[0, :, field].cpu().sort().values, rows[0, :, field].sort().values):
                     raise WrongResult(f"rows of tiles {tile} have other numbers of blocks than the CPU's")
-        kept, full = _numbers(built.tables[0][2])
+        kept, full = _numbers(built.tables[0])
         return [kept, full]
     wanted_counts = count_blocks(variant, BLOCK) if variant.first.numel() else counts(on_cpu.tile_map(BLOCK, BLOCK))
     _same(*counts(built), *wanted_counts)
@@ -276,7 +277,7 @@ def _measure(session: Session, build: Build, variant: Variant, length: int) -> d
         built = build(variant, length, device)
     row: dict[str, Any] = {"blocks": _check(built, variant, length), "first_s": first_s}
     if is_ours:
-        row["tiles"] = ["x".join(map(str, tile)) + (" by column" if t else "") for tile, t, _ in built.tables]
+        row["tiles"] = ["x".join(map(str, tile)) + (" by column" if t else "") for *tile, t in built.cuts]
     del built
     run = lambda: build(variant, length, device)
     run()

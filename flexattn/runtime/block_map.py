@@ -88,7 +88,8 @@ def _tables_on_device(predicate: PredicateMask, cuts: Sequence[Cut]) -> list[Dev
     missing = [cut for cut, entry in entries.items() if entry is None or entry.is_outgrown()]
     if missing:
         room = _room_of(predicate.traced.program, predicate.device)
-        room.reports.extend(e.report for e in entries.values() if e is not None and e.report is not None)
+        if len(missing) < len(entries) or predicate.tables:
+            room.reports.extend(e.report for e in entries.values() if e is not None and e.report is not None)
         for first in range(0, len(missing), MOST_TABLES):
             entries |= _built(predicate, tuple(missing[first : first + MOST_TABLES]), room, queue)
     return [entry.table for entry in entries.values() if entry is not None]

@@ -40,7 +40,7 @@ class Kernel:
     """A compiled kernel on one device; call it with the grid and a dict of runtime arguments."""
 
     def __init__(self, source: KernelSource, compiled: Any) -> None:
-        self.source, self.compiled = source, compiled
+        self.source, self.compiled, self.run = source, compiled, compiled.run
         self.name = source.spec.kernel
         names = jit_function(source).arg_names
         self.kinds = tuple((at, n, source.signature[n]) for at, n in enumerate(names) if n in source.signature)
@@ -79,15 +79,9 @@ class Launch(NamedTuple):
         for position, name, marshal in changing:
             values[position] = marshal(arguments[name])
         stream = stream_of(device)
-        compiled, runtime = kernel.compiled, _knobs().runtime
-        enter, leave, metadata = runtime.launch_enter_hook, runtime.launch_exit_hook, None
-        if _is_empty(enter) and _is_empty(leave):  # to call what does nothing would cost as much as to launch
-            enter = leave = None
-        else:
-            metadata = compiled.launch_metadata((programs, 1, 1), stream, *values)
-        compiled.run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values
-        )
+        compiled, (enter, leave) = kernel.compiled, _hooks()
+        metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if enter or leave else None
+        kernel.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values)
         stats.record_launch(kernel.name)
 
 
@@ -196,9 +190,13 @@ def _knobs() -> Any:
     return knobs
 
 
-def _is_empty(hook: Any) -> bool:
-    """Whether there is no hook: none at all, or a chain of none."""
-    return hook is None or not getattr(hook, "calls", True)
+def _hooks() -> tuple[Any, Any]:
+    """What Triton is to call before and after a launch; None for chains of no hook, whose calls cost as much as the launch."""
+    runtime = _knobs().runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
+        return None, None
+    return enter, leave
 
 
 # ---------------------------------------------------------------- launches that are ready

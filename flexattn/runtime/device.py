@@ -96,8 +96,11 @@ def counter_of(device: torch.device) -> torch.Tensor:
     return counter
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes the inputs' device the current one, if it is not."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return contextlib.nullcontext()
+        return _AS_IT_IS
     return torch.cuda.device(device)

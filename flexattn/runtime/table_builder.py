@@ -107,7 +107,6 @@ class _Kind(NamedTuple):
     lengths: tuple[int, int]
     cuts: tuple[Cut, ...]
     room: int
-    target: Target
     device: torch.device
 
 
@@ -143,7 +142,7 @@ class _Recipe(NamedTuple):
 _READY: dict[_Kind, _Recipe] = {}
 
 
-def _recipe(kind: _Kind, captures: tuple[Tensor, ...]) -> _Recipe:
+def _recipe(kind: _Kind, captures: tuple[Tensor, ...], target: Target) -> _Recipe:
     (batch, heads), (q_len, kv_len) = kind.sizes, kind.lengths
     groups = batch * heads
     lines = [-(-kv_len // c.kv_tile) if c.by_column else -(-q_len // c.q_tile) for c in kind.cuts]
@@ -153,12 +152,12 @@ def _recipe(kind: _Kind, captures: tuple[Tensor, ...]) -> _Recipe:
         kind.manner.by_formula and most_spans(kind.program) <= most
     )  # a formula has no way out for a row without room
     spec = KernelSpec(
-        kernel="fill" if by_formula else "block_map", target=kind.target, config=_FILL if by_formula else _ROW,
+        kernel="fill" if by_formula else "block_map", target=target, config=_FILL if by_formula else _ROW,
         qk_dim=0, v_dim=0, layouts=(), mask=kind.program, captures=tuple(map(capture_layout, captures)),
         wide_numbers=kind.manner.wide_numbers,
         wide_lengths=any_wide((batch, heads, q_len, kv_len)),
     )  # fmt: skip
-    order = KernelSpec(kernel="order", target=kind.target, config=_ORDER, qk_dim=0, v_dim=0, layouts=())
+    order = KernelSpec(kernel="order", target=target, config=_ORDER, qk_dim=0, v_dim=0, layouts=())
     room = most_spans(kind.program) if by_formula else min(kind.room, most)
     numbers = {"heads": heads, "q_len": q_len, "kv_len": kv_len, "rows": total, "room": room, "trees": (0,)}
 
@@ -176,7 +175,7 @@ def _recipe(kind: _Kind, captures: tuple[Tensor, ...]) -> _Recipe:
         rows=launch(spec, _FILL.BLOCK_M if by_formula else 1), order=launch(order, _ORDER.BLOCK_M), room=room,
         unsorted=made + total, kept=made + 4 * total * room,
         tables=tables, extra=((2 * total * room, 2), (2, 1), made),
-        trees=tuple((slot, _tree_recipe(captures[slot], kind.target)) for slot in sorted({*ranged, *valued})),
+        trees=tuple((slot, _tree_recipe(captures[slot], target)) for slot in sorted({*ranged, *valued})),
         ranged=ranged, valued=valued,
     )  # fmt: skip
 
@@ -219,8 +218,8 @@ def build_tables(
     program, (_, numbers) = traced
     captures, manner = place_captures(traced, device, "mask_mod"), _manner(program, numbers)
     facts = tuple([(c.dtype, c.shape, c.stride()) for c in captures])
-    kind = _Kind(program, manner, facts, sizes, predicate.lengths, cuts, room, target, device)
-    recipe = _READY.get(kind) or keep_ready(_READY, kind, _recipe(kind, captures))
+    kind = _Kind(program, manner, facts, sizes, predicate.lengths, cuts, room, device)
+    recipe = _READY.get(kind) or keep_ready(_READY, kind, _recipe(kind, captures, target))
     queue = queue or queue_of(device)
     zeros = _zeros_of(queue)
     aside: dict[Hashable, Any] = {}
