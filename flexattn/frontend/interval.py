@@ -121,8 +121,12 @@ class Table:
         """64-bit sets of the values (modulo 64) in the groups of 64 that [lo, hi] touches; disjoint sets prove inequality."""
         if self._sets is None:
             groups = self._groups(64)
-            sets = [_set_of_each(groups[at : at + 512]) for at in range(0, len(groups), 512)]
-            self._sets = Sets(torch.cat(sets))
+            sets = groups.new_empty(
+                len(groups), dtype=torch.int64
+            )  # small tensors kept one by one would scatter the heap
+            for at in range(0, len(groups), 256):
+                sets[at : at + 256] = _set_of_each(groups[at : at + 256])
+            self._sets = Sets(sets)
         return self._sets.over(lo >> 6, hi >> 6)
 
 

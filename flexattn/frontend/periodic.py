@@ -17,7 +17,7 @@ from flexattn.frontend import algebra
 from flexattn.frontend.expr import DEP_KV, DEP_Q, Expr, fold, topological
 from flexattn.frontend.interval import Tables
 from flexattn.frontend.program import Binding, Traced
-from flexattn.frontend.spans import Grid, LineRuns, Runs, Spans, lines_of
+from flexattn.frontend.spans import Grid, LineRuns, Runs, Spans, lines_of, picked
 from flexattn.frontend.tile_search import Found, TileSearch
 
 LEAST_TILES = 1 << 14  # below it the usual search is as fast
@@ -159,7 +159,7 @@ class _Repeated:
             there = (line < own[0]) & (start < stop)
             key = (group * lines.lines + line) * lines.width
             runs: Runs = getattr(lines, name)
-            runs.add((key + start)[there], (key + stop)[there])
+            runs.add(picked(key + start, there), picked(key + stop, there))
 
     def _append(self, begin: tuple[int, int], lengths: tuple[int, int]) -> None:
         """The last row or column, which a length cuts."""

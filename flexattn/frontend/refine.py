@@ -21,7 +21,7 @@ from flexattn.frontend.spans import Grid, chunks, spots
 
 FAN = 4  # an undecided rectangle is split into FAN x FAN
 SINGLE = 8  # rectangles of at most SINGLE x SINGLE pairs are evaluated pair by pair
-POINTS_AT_ONCE = 1 << 15  # bounds the memory of evaluation
+POINTS_AT_ONCE = 1 << 14  # bounds the memory of evaluation
 
 
 class Predicate:

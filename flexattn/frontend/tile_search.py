@@ -71,11 +71,16 @@ class TileSearch:
         for part in chunks(boxes, max(1, BOXES_AT_ONCE // (fan[0] * fan[1]))):
             waiting.append(self._level(part, scale, fan))
             if sum(x.shape[1] for x in waiting) >= BOXES_AT_ONCE:
-                self._descend(torch.cat(waiting, 1), scale // FAN, (FAN, FAN))
+                self._descend(torch.cat(waiting, 1), scale // FAN, self._fan(scale // FAN))
                 waiting = []
         rest = torch.cat(waiting, 1) if waiting else boxes[:, :0]
         if rest.shape[1]:
-            self._descend(rest, scale // FAN, (FAN, FAN))
+            self._descend(rest, scale // FAN, self._fan(scale // FAN))
+
+    def _fan(self, scale: int) -> tuple[int, int]:
+        """Into how many rectangles so large one is split, down and across: not where one holds the whole side."""
+        down, across = (FAN if n > scale else 1 for n in (self.grid.rows, self.grid.cols))
+        return down, across
 
     def _level(self, boxes: Tensor, scale: int, fan: tuple[int, int]) -> Tensor:
         """Test the children of each rectangle; emit the full ones, return the undecided ones."""
