@@ -28,6 +28,11 @@ def _floor_mod(a: Any, b: Any) -> Any:
     return np.where(b == 0, 0, np.remainder(a, np.where(b == 0, 1, b)))
 
 
+def _mod_by(a: Any, b: Any) -> Any:
+    """Floor modulo of a positive number, by way of the division, which NumPy has vectorised (4 times as fast)."""
+    return a - np.floor_divide(a, b) * b
+
+
 STEPS: dict[str, Step] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs, "sign": np.sign,
     "minimum": np.minimum, "maximum": np.maximum, "lt": np.less, "le": np.less_equal, "eq": np.equal,
@@ -35,7 +40,7 @@ STEPS: dict[str, Step] = {
     "where": np.where, "floordiv": _floor_div, "mod": _floor_mod, "detach": lambda a: a,
 }  # fmt: skip
 _BY_CONSTANT: dict[str, Step] = {
-    "floordiv": np.floor_divide, "mod": np.remainder, "lshift": np.left_shift, "rshift": np.right_shift,
+    "floordiv": np.floor_divide, "mod": _mod_by, "lshift": np.left_shift, "rshift": np.right_shift,
 }  # fmt: skip
 _LEAVES = ("var", "const", "num", "load", "size", "cast", "least", "greatest")
 
@@ -48,11 +53,12 @@ def has_steps(roots: Sequence[Expr]) -> bool:
     )
 
 
-def _by_constant(node: Expr) -> Step | None:
-    """A step that needs no look at its second operand, a constant from 1 to 63 (any positive one that divides)."""
-    if node.op not in _BY_CONSTANT or node.args[1].op != "const" or node.args[1].attr < 1:
+def _by_constant(node: Expr, numbers: Sequence[int | float] = ()) -> Step | None:
+    """A step that needs no look at its second operand, a number from 1 to 63 (any positive one that divides)."""
+    if node.op not in _BY_CONSTANT or node.args[1].op not in ("const", "num")[: 2 if numbers else 1]:
         return None
-    return _BY_CONSTANT[node.op] if "shift" not in node.op or node.args[1].attr < 64 else None
+    by = node.args[1].attr if node.args[1].op == "const" else numbers[node.args[1].attr]
+    return _BY_CONSTANT[node.op] if by >= 1 and ("shift" not in node.op or by < 64) else None
 
 
 class Tape:
@@ -107,7 +113,7 @@ class Tape:
             return _always(np.int64(self._tables.binding.captures[node.attr[0]].shape[node.attr[2]]))
         if node.op in ("least", "greatest"):
             return self._extreme(node)
-        return _by_constant(node) or STEPS[node.op]
+        return _by_constant(node, self._tables.binding.numbers) or STEPS[node.op]
 
     def _extreme(self, node: Expr) -> Step:
         """The least or greatest element over ranges of flat positions."""
