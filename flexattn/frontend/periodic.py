@@ -45,19 +45,24 @@ def repeated_search(traced: Traced, grid: Grid, device: torch.device) -> Found |
 def period(traced: Traced, unit: int) -> int | None:
     """The least distance tried, a multiple of `unit`, by which queries and keys may move together; None if there is none."""
     body, binding = traced.program.body, traced.binding
-    divisors = [_divisor(n, binding) for n in topological([body]) if n.op in _DIVIDES and n.deps & (DEP_Q | DEP_KV)]
-    for step in (unit, math.lcm(unit, *(d for d in divisors if d))):
+    for step in (unit, math.lcm(unit, *divisors(body, binding, DEP_Q | DEP_KV))):
         if moved(body, binding, step) == 0:
             return step
     return None
 
 
-def moved(body: Expr, binding: Binding, step: int) -> int | None:
-    """By how much an expression grows when q_idx and kv_idx both grow by `step`; None where that is not one number."""
+def divisors(body: Expr, binding: Binding, of: int) -> list[int]:
+    """What an expression divides the indices `of` by (bits as in `Expr.deps`), where that is one number."""
+    nodes = (n for n in topological([body]) if n.op in _DIVIDES and n.deps & of)
+    return [by for by in (_divisor(n, binding) for n in nodes) if by]
+
+
+def moved(body: Expr, binding: Binding, step: int, of: int = DEP_Q | DEP_KV) -> int | None:
+    """By how much an expression grows when the indices `of` all grow by `step`; None where that is not one number."""
 
     def visit(node: Expr, args: list[int | None]) -> int | None:
         if node.op == "var":
-            return step if node.deps & (DEP_Q | DEP_KV) else 0
+            return step if node.deps & of else 0
         known = [a for a in args if a is not None]
         if len(known) < len(args):
             return None
@@ -192,4 +197,4 @@ def _counted(many: int, runs: int, device: torch.device) -> Iterator[Tensor]:
         yield torch.arange(begin, min(begin + at_once, many), device=device)[:, None]
 
 
-__all__ = ["moved", "period", "repeated_search"]
+__all__ = ["divisors", "moved", "period", "repeated_search"]

@@ -1,12 +1,14 @@
 """The kept keys of one query, as runs: what a step of decoding reads, without a table of all rows.
 
 Reads a traced mask, sizes and a position; makes runs of tokens. The one idea: bounds over some sqrt(kv_len) stretches of keys
-leave few stretches open, and only in those is the mask evaluated key by key; where many stay open because keys in no order
-must have the query's value (unsorted documents), the keys of each value are listed once.
+leave few stretches open, and only in those is the mask evaluated key by key. Where many stay open because keys in no order
+must have the query's value (unsorted documents), the keys of each value are listed once; where the mask repeats from stretch to
+stretch (dilations, windows of an image), one of those that are alike is evaluated for all.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.expr import DEP_KV, Expr, const, make, var
 from flexattn.frontend.interval import Tables, bounds
-from flexattn.frontend.program import Traced
+from flexattn.frontend.periodic import divisors, moved
+from flexattn.frontend.program import Program, Traced
 from flexattn.frontend.refine import POINTS_AT_ONCE
 from flexattn.frontend.row_tape import Tape, has_steps
 from flexattn.frontend.simplify import simplify
@@ -25,6 +28,7 @@ from flexattn.frontend.tile_map import misread, raise_misread
 
 LEAST_STRETCH = 64
 FEW = 32  # stretches that are evaluated rather than looked up
+MOST_CONDITIONS = 16  # by which stretches are told apart
 Edges = tuple[Any, Any]  # starts and stops of runs, int64 arrays
 
 
@@ -41,7 +45,7 @@ class RowFinder:
     def __init__(self, traced: Traced, grid: Grid, device: torch.device, tables: Tables) -> None:
         self.traced, self.grid, self.device, self.tables = traced, grid, device, tables
         self.lost = misread(traced, grid) if device.type == "cpu" else None
-        self.stretch = max(LEAST_STRETCH, 1 << (grid.kv_len.bit_length() // 2))
+        self.stretch = _stretch(traced, grid.kv_len)
         group = torch.arange(grid.groups, device=device)[:, None]
         self.b, self.h = group // max(grid.heads, 1), group % max(grid.heads, 1)
         self.first = torch.arange(0, grid.kv_len, self.stretch, device=device)
@@ -63,7 +67,7 @@ class RowFinder:
         start, stop = self._runs(self.traced, position)
         width = self.grid.kv_len + 1
         indptr = np.searchsorted(start, np.arange(self.grid.groups + 1) * width)
-        parts = (indptr, start % width, stop % width)
+        parts = (indptr, start % width, stop % width) if self.grid.groups > 1 else (indptr, start, stop)
         return Spans(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in parts))
 
     def _runs(self, traced: Traced, position: int) -> Edges:
@@ -80,6 +84,9 @@ class RowFinder:
         origin = group * (kv_len + 1)
         found = [(origin + start * stretch, origin + np.minimum(stop * stretch, kv_len))]
         at_once = max(1, POINTS_AT_ONCE // stretch)
+        if tapes and tapes.alike and len(undecided) > 2:
+            copies, undecided = self._copied(tapes.alike, position, undecided)
+            found += copies
         for at in range(0, len(undecided), at_once):
             found.append(self._evaluated(traced, position, undecided[at : at + at_once]))
         return _joined(found)
@@ -107,6 +114,22 @@ class RowFinder:
         end = (group * (kv_len + 1) + kv_len)[line]  # past it the last key was evaluated again
         return np.minimum(origin + start, end), np.minimum(origin + stop, end)
 
+    def _copied(self, alike: _Alike, position: int, undecided: Any) -> tuple[list[Edges], Any]:
+        """Runs of the stretches that are alike, one of each kind evaluated; and the others."""
+        kind = alike.kinds(position, undecided)
+        kinds, ones = np.unique(kind, return_index=True)
+        if len(kinds) > FEW:
+            return [], undecided
+        found = []
+        for one, at in zip(kinds.tolist(), ones.tolist(), strict=True):
+            if one >= 0:
+                edges = self._evaluated(self.traced, position, undecided[at : at + 1])
+                group, begin = np.divmod(undecided[kind == one], len(self.first))
+                origin = group * (self.grid.kv_len + 1) + begin * self.stretch
+                starts, stops = ((origin[:, None] + (x - origin[0])).reshape(-1) for x in edges)
+                found.append((starts, stops))
+        return found, undecided[kind < 0]
+
     def _kept(self, traced: Traced, position: int, group: Any, keys: Any) -> Any:
         """The mask at keys [n, stretch] of n groups, by a pass over the op table."""
         q = torch.full((1, 1), position, device=self.device)
@@ -129,6 +152,7 @@ class _Tapes:
         self.point = Tape([program.body], finder.tables, {})
         parts = _equality(program.body) if grid.groups == 1 else None
         self.equality = _Equality(*parts, finder) if parts else None
+        self.alike = _alike(finder, known)
 
     def bounds(self, position: int) -> tuple[Any, Any]:
         """(must, may) of each stretch [groups, stretches]."""
@@ -139,6 +163,51 @@ class _Tapes:
         """The mask at keys [n, stretch] of n groups."""
         found = self.point(b=self.b[group], h=self.h[group], q_idx=np.int64(position), kv_idx=keys)[0]
         return np.broadcast_to(found, keys.shape)
+
+
+class _Alike:
+    """A mask whose stretches are alike where some comparisons are decided: all others repeat from stretch to stretch.
+
+    Args:
+        bounded: whether each of those must hold, and whether it may, over a stretch.
+        finder: of the rows.
+        known: what bounds of stretches know.
+    """
+
+    def __init__(self, bounded: list[tuple[Expr, Expr]], finder: RowFinder, known: dict[str, Any]) -> None:
+        self.ends = Tape([end for ends in bounded for end in ends], finder.tables, {})
+        self.known, self.conditions, self.many = known, len(bounded), len(finder.first)
+        self.is_cut = finder.grid.kv_len % finder.stretch != 0
+
+    def kinds(self, position: int, stretches: Any) -> Any:
+        """A number for each stretch, counted through all groups, the same for those that are alike; -1 where nothing is known."""
+        group, at = np.divmod(stretches, self.many)
+        index = {n: x.take(group if n in "bh" else at) for n, x in self.known.items()}
+        ends = self.ends(q_idx=np.int64(position), **index)
+        kind, is_open = group << self.conditions, (at == self.many - 1) & self.is_cut
+        for n, (must, may) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
+            kind = kind + np.left_shift(must.astype(np.int64), n)
+            is_open = is_open | may & ~must
+        return np.where(is_open, -1, kind)
+
+
+def _alike(finder: RowFinder, known: dict[str, Any]) -> _Alike | None:
+    """What stretches are told apart by, of a mask some of whose comparisons repeat from stretch to stretch and few do not."""
+    program, binding = finder.traced
+    conditions: list[Expr] = []
+    todo = [program.body]
+    while todo:
+        node = todo.pop()
+        if node.op in ("and", "or", "xor", "not", "where") and node.dtype == torch.bool:
+            todo += node.args
+        elif node not in conditions:
+            conditions.append(node)
+    other = [e for e in conditions if moved(e, binding, finder.stretch, DEP_KV) != 0]
+    if len(other) == len(conditions) or len(other) > MOST_CONDITIONS:
+        return None
+    parts = (Program("mask", e, program.captures, program.numbers) for e in other)
+    bounded = [box_bounds(part, of_rows=True)[:2] for part in parts]
+    return _Alike(bounded, finder, known) if has_steps([end for ends in bounded for end in ends]) else None
 
 
 class _Equality:
@@ -192,6 +261,13 @@ def _equality(body: Expr) -> tuple[Expr, Expr, Expr] | None:
     return None
 
 
+def _stretch(traced: Traced, kv_len: int) -> int:
+    """About the square root of a length, and a multiple of what keys are divided by, so that a mask may repeat."""
+    least = max(LEAST_STRETCH, 1 << (kv_len.bit_length() // 2))
+    unit = math.lcm(*divisors(traced.program.body, traced.binding, DEP_KV))
+    return -(-least // unit) * unit if unit <= least else least
+
+
 def _edges(kept: Any) -> tuple[Any, Any, Any]:
     """(line, start, stop) of the runs of kept cells in the lines of a bool array."""
     lines, cells = kept.shape
@@ -204,8 +280,13 @@ def _edges(kept: Any) -> tuple[Any, Any, Any]:
 
 def _joined(found: list[Edges]) -> Edges:
     """Disjoint runs in order; those that touch are one."""
-    start, stop = (np.sort(np.concatenate([runs[n] for runs in found])) for n in (0, 1))
+    found = [runs for runs in found if len(runs[0])] or found[:1]
+    start, stop = (np.concatenate([runs[n] for runs in found]) if len(found) > 1 else found[0][n] for n in (0, 1))
+    if (start[1:] < start[:-1]).any():
+        start, stop = np.sort(start), np.sort(stop)
     gap = start[1:] != stop[:-1]
+    if gap.all():
+        return start, stop
     return start[np.concatenate(([True], gap))[: len(start)]], stop[np.concatenate((gap, [True]))[: len(stop)]]
 
 

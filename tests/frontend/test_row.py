@@ -139,3 +139,28 @@ def test_rows_that_cannot_be_found() -> None:
     ids.add_(1)
     with pytest.raises(StaleMaskError):
         mask.row(30)
+
+
+ALIKE = {
+    "dilated": lambda b, h, q, k: (q >= k) & ((q - k) % 4 == 0),
+    "dilated by three": lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0),
+    "by head, to an end by batch": lambda b, h, q, k: (k % 5 == h) & (k < 600 + 100 * b),
+    "rows of an image": lambda b, h, q, k: ((q // 64 - k // 64).abs() <= 5) & ((q % 64 - k % 64).abs() <= 3),
+    "other at either side": lambda b, h, q, k: torch.where(k > 300, k % 2 == 0, q % 3 == k % 6) ^ ~(k < 700),
+    "nearly all": lambda b, h, q, k: (k % 7 != 3) | (k == 500),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_rows_that_repeat_from_stretch_to_stretch(name: str) -> None:
+    """One stretch of each kind is evaluated, and the others are its copies."""
+    length = 1001  # some 16 stretches, the last of which is cut
+    mask = create_block_mask(ALIKE[name], BATCH, HEADS, length, length, "cpu")
+    want, copied = brute(ALIKE[name], BATCH, HEADS, length, length), 0
+    for position in (0, 1, 63, 64, 500, 999, 1000):
+        check(mask.row(position), want[:, :, position])
+        finder = mask._mask._finder
+        must, may = finder.tapes.bounds(position)
+        undecided = np.flatnonzero(may & ~must)
+        copied += len(undecided) - len(finder._copied(finder.tapes.alike, position, undecided)[1])
+    assert copied > 7
