@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
-from flexattn.codegen.regrouped import in_base_2, one_index_a_side
+from flexattn.codegen.regrouped import before_the_end, in_base_2, one_index_a_side
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
-from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, topological
+from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
 from flexattn.frontend.gradient import passes_gradient, score_gradient
 from flexattn.frontend.program import Program
 from flexattn.frontend.zones import FAR, zones
@@ -134,9 +134,15 @@ def _captured(spec: KernelSpec) -> str:
 
 def _mask(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
     printer = Printer(spec, arguments, known)
-    (value,) = printer.print([_regrouped(spec, program.body)])
-    text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
-    return _function("mask_mod", f"{_INDICES}, {_captured(spec)}", [*printer.lines, f"return {text}"])
+    body = before_the_end(_as_bool(_regrouped(spec, program.body))) if spec.is_gluon else program.body
+    (value,) = printer.print([body])
+    text = value.text if body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
+    given = f"{_INDICES}, kv_len" if spec.is_gluon else _INDICES
+    return _function("mask_mod", f"{given}, {_captured(spec)}", [*printer.lines, f"return {text}"])
+
+
+def _as_bool(body: Expr) -> Expr:
+    return body if body.dtype == torch.bool else make("ne", body, 0)
 
 
 def _bounds(spec: KernelSpec, name: str, ends: tuple[Expr, Expr], arguments: Arguments) -> str:

@@ -2,13 +2,13 @@
 
 Reads the body of a program, makes another body. The idea: what is the same for a row, a column or a whole tile is computed once for
 it, if only it stands together. So a comparison gets one index a side (`kv_idx >= q_idx - w` for `q_idx - kv_idx <= w`), and the
-factors of a score (softmax scale, numbers, log2(e)) become one.
+factors of a score (softmax scale, numbers, log2(e)) become one, and the end of the keys becomes part of a row's own end.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,33 @@ def _sided(node: Expr, args: list[Expr]) -> Expr:
             "and", _separated(make(node.op, inner, right)), _separated(make(node.op, make("neg", inner), right))
         )
     return _separated(node)
+
+
+def before_the_end(root: Expr) -> Expr:
+    """The mask, of keys before kv_len only. Where it has an upper bound on keys by row, that becomes the lower of the two ends, which
+    costs a minimum a row where another comparison would cost one an element.
+
+    Example:
+        >>> from flexattn.frontend.expr import to_text
+        >>> to_text(before_the_end(make("le", var("kv_idx"), var("q_idx"))))
+        'kv_idx < min(q_idx + 1, kv_len)'
+    """
+    key, end = var("kv_idx"), var("kv_len")
+    terms = _conjuncts(root)
+    for at, term in enumerate(terms):
+        if term.op in ("le", "lt") and term.args[0] is key and not term.args[1].deps & DEP_KV:
+            limit = term.args[1] + 1 if term.op == "le" else term.args[1]
+            terms[at] = make("lt", key, make("minimum", limit, end))
+            break
+    else:
+        terms.append(make("lt", key, end))
+    return reduce(lambda a, b: make("and", a, b), terms)
+
+
+def _conjuncts(node: Expr) -> list[Expr]:
+    if node.op == "and" and node.dtype == torch.bool:
+        return [c for a in node.args for c in _conjuncts(a)]
+    return [node]
 
 
 class _Term(NamedTuple):
@@ -148,4 +175,4 @@ def _raw(node: Expr) -> Expr:
     return rebuild(node, [_raw(a) for a in node.args])
 
 
-__all__ = ["in_base_2", "one_index_a_side"]
+__all__ = ["before_the_end", "in_base_2", "one_index_a_side"]

@@ -29,6 +29,7 @@ _VARIABLES = {
     "kv_hi": (torch.int64, DEP_KV),
     "grad": (torch.float32, DEP_SCORE),
     "scale": (torch.float32, 0),
+    "kv_len": (torch.int64, 0),
 }
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def intern(op: str, args: tuple[Expr, ...], attr: Any, dtype: torch.dtype) -> Ex
 
 def var(name: str, dtype: torch.dtype | None = None) -> Expr:
     """One of score, b, h, q_idx, kv_idx (in derivatives also grad, the upstream gradient; in bounds q_lo, q_hi, kv_lo and
-    kv_hi, the ends of a box, both inclusive; over raw products scale, the softmax's); scores may be float64."""
+    kv_hi, the ends of a box, both inclusive; over raw products scale, the softmax's; kv_len); scores may be float64."""
     return intern("var", (), name, dtype or _VARIABLES[name][0])
 
 

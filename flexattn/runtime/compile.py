@@ -320,7 +320,7 @@ def _loaded(compiled: Any) -> Any:
     return compiled
 
 
-_SPILLS = 16  # registers a thread
+_SPILLS = 96  # registers a thread; later versions of Triton than 3.6 spill up to 81 once a tile of queries, outside the loops
 
 
 def _refuse_spills(spilled: int) -> None:

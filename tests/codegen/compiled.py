@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from dataclasses import dataclass, replace
+import subprocess
+import tempfile
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,12 +26,13 @@ BUILDERS = ("block_map", "fill", "order", "ranges")  # tests/codegen/test_compil
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes of shared memory, registers a thread, bytes of spilled registers, and ptxas's notes of serialised wgmma."""
+    """Bytes of shared memory, registers a thread, bytes of spilled registers, ptxas's notes of serialised wgmma, and the binary."""
 
     shared: int
     registers: int
     spills: int
     notes: tuple[str, ...]
+    binary: bytes = field(default=b"", repr=False)
 
 
 def _leaves() -> dict[str, tuple[Traced | None, Traced | None]]:
@@ -117,7 +120,30 @@ def _resources(compiled: Any, log: str) -> Resources:
     registers, spills = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     assert registers and spills, f"ptxas did not say what it used: {log}"
     notes = tuple(line for line in log.splitlines() if "serialized" in line)
-    return Resources(compiled.metadata.shared, int(registers[1]), int(spills[1]), notes)
+    return Resources(compiled.metadata.shared, int(registers[1]), int(spills[1]), notes, compiled.asm["cubin"])
+
+
+def loops_of(binary: bytes) -> list[list[str]]:
+    """The instructions of each innermost loop that multiplies on tensor cores, of a binary for an NVIDIA GPU."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        said = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-sass", file.name], capture_output=True, text=True, check=True
+        )
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", said.stdout, re.MULTILINE)
+    place = {int(address, 16): at for at, (address, _) in enumerate(lines)}
+    back = [
+        (place.get(int(m[1], 16), at), at)
+        for at, (_, text) in enumerate(lines)
+        if (m := re.search(r"BRA.*?(0x[0-9a-f]+)", text))
+    ]
+    spans = [(first, last) for first, last in back if first < last]
+    inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    bodies = [[text for _, text in lines[first : last + 1]] for first, last in inner]
+    return [body for body in bodies if any("MMA" in text for text in body)]
 
 
 def _amd_resources(compiled: Any) -> Resources:

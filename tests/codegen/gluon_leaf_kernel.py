@@ -19,7 +19,7 @@ def apply_leaf(OUT, caps, LEAF: gl.constexpr, KNOWN: gl.constexpr, IS_MASK: gl.c
     if KNOWN is not None:
         known = KNOWN(zero, zero, q_idx, caps)
     if IS_MASK:
-        value = gl.where(LEAF(zero, zero, q_idx, kv_idx, caps, known), 1.0, score)
+        value = gl.where(LEAF(zero, zero, q_idx, kv_idx, 31, caps, known), 1.0, score)
     else:
         value = LEAF(score, 0.5, zero, zero, q_idx, kv_idx, caps, known)
     gl.store(OUT + q_idx * 32 + kv_idx, value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn import mods
-from flexattn.codegen.regrouped import in_base_2, one_index_a_side
+from flexattn.codegen.regrouped import before_the_end, in_base_2, one_index_a_side
 from flexattn.frontend import expr as ex
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.program import Traced
@@ -96,3 +96,25 @@ def test_no_side_has_both_indices(name: str) -> None:
     for node in ex.topological([one_index_a_side(trace(MASKS[name], "mask").program.body)]):
         if node.op in ("lt", "le"):
             assert all(side.deps & both != both for side in node.args)
+
+
+MASKS = {
+    "causal": (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, True),
+    "window": (mods.sliding_window(5), True),
+    "before": (lambda b, h, q_idx, kv_idx: (kv_idx < q_idx + 3) & (kv_idx % 3 != 1), True),
+    "no end": (lambda b, h, q_idx, kv_idx: q_idx <= kv_idx, False),
+    "either": (lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) | (kv_idx == 20), False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_end_of_keys_becomes_a_rows_own(name: str) -> None:
+    function, is_bounded = MASKS[name]
+    traced = trace(function, "mask")
+    body = before_the_end(one_index_a_side(traced.program.body))
+    plain = _value(traced, traced.program.body, torch.zeros(16, 32))
+    for length in (1, 9, 32):
+        known = lambda node, args: ex.const(length, torch.int64) if node.attr == "kv_len" else ex.rebuild(node, args)
+        cut = _value(traced, ex.fold([body], known)[0], torch.zeros(16, 32))
+        assert torch.equal(cut, plain & (torch.arange(32) < length))
+    assert ("min(" in ex.to_text(body)) == is_bounded

@@ -33,6 +33,7 @@ from flexattn.codegen.skeletons import softmax, tiles
 _renamed = hasattr(tma, "async_store")  # since Triton 3.7
 copy_in = tma.async_load if _renamed else tma.async_copy_global_to_shared
 copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
+together = gl.barrier if _renamed else gl.thread_barrier
 
 QUERIES = gl.constexpr(64)  # of one warpgroup
 PRODUCER = gl.constexpr(32)  # threads
@@ -163,22 +164,22 @@ def put_spans(K, V, ring, line, EXTRA, place, at, last, began, KIND: gl.constexp
 @gluon.jit
 def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS: gl.constexpr,
             BLOCK_N: gl.constexpr):
-    """The copying warp. It takes the number of the tile that comes next as soon as it begins with one."""
+    """The copying warp. It takes the number of the next tile of queries, and reads its row, before it waits to copy the last values
+    of this one."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     k_buffers, v_buffers, k_ready, v_ready = ring
     next_tile, next_ready = following
     tile = gl.program_id(0)
     total = table[2] * table[3]
+    batch, head, _, line = row_of(tile, table, steps)
+    first = gl.load(line) * (WARPGROUPS * QUERIES)
     at = 0
     turn = 0
     while tile < total:
-        batch, head, _, line = row_of(tile, table, steps)
-        first = gl.load(line) * (WARPGROUPS * QUERIES)
         kv_head = head // steps[1]
         k_batch = gl.where(strides[0] == 0, 0, batch)
         v_batch = gl.where(strides[1] == 0, 0, batch)
-        taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
         if turn > 0:
             barrier_wait(Q_FREE, THREADS)
         for group in gl.static_range(WARPGROUPS):
@@ -192,12 +193,15 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
         if at == began:  # a row without tiles
             put(K, k_buffers, k_ready, k_batch, kv_head, 0, at, K_FREE, BLOCK_N, THREADS)
             at += 1
-        put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
+        taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
         if taken == total - 1:  # the last number anybody takes
             gl.store(COUNTER, 0)
         tile = gl.num_programs(0) + taken
         next_tile.store(gl.full([1], tile, gl.int32, ROW))
         mbarrier.arrive(next_ready, count=1)
+        batch, head, _, line = row_of(gl.minimum(tile, total - 1), table, steps)
+        first = gl.load(line) * (WARPGROUPS * QUERIES)
+        put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
         turn += 1
 
 
@@ -217,9 +221,10 @@ def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.const
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
     if KIND != FULL:
-        keep = kv_idx < kv_len
-        if MASK_MOD is not None:
-            keep = keep & MASK_MOD(batch, head, q_idx, kv_idx, caps, known)
+        if MASK_MOD is not None:  # of keys before kv_len
+            keep = MASK_MOD(batch, head, q_idx, kv_idx, kv_len, caps, known)
+        else:
+            keep = kv_idx < kv_len
         if KIND == FIRST:
             keep = (keep & is_partial) | is_full
         scores = gl.where(keep, scores, float("-inf"))
@@ -360,13 +365,15 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         barrier_arrive(TURN, 256)
     tile = gl.program_id(0)
     total_tiles = table[2] * table[3]
+    _, _, _, line = row_of(tile, table, steps)
+    row, full, partial = gl.load(line), gl.load(line + 1), gl.load(line + 2)
     at = 0
     turn = 0
     while tile < total_tiles:
         batch, head, pair, line = row_of(tile, table, steps)
-        first = gl.load(line) * (WARPGROUPS * QUERIES) + GROUP * QUERIES
-        is_partial = gl.load(line + 2) > 0
-        is_full = (gl.load(line + 1) > 0) & (gl.load(line + 2) == 0)
+        first = row * (WARPGROUPS * QUERIES) + GROUP * QUERIES
+        is_partial = partial > 0
+        is_full = (full > 0) & (partial == 0)
         known = caps
         if KNOWN is not None:  # captured values that are the same for every key
             known = KNOWN(batch, head, gl.expand_dims(first + gl.arange(0, QUERIES, R), 1), caps)
@@ -400,6 +407,8 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         acc, probs, correction, peak, total, top, at = state
         mbarrier.wait(next_ready, turn & 1)
         tile = gl.max(next_tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        _, _, _, line = row_of(gl.minimum(tile, total_tiles - 1), table, steps)
+        row, full, partial = gl.load(line), gl.load(line + 1), gl.load(line + 2)  # of the next tile, behind this one's end
         if not SHARED_OUTPUT:
             barrier_arrive(Q_FREE, THREADS)
         if IS_LAZY:
@@ -420,7 +429,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, O)), 1)
         out = gl.where(sums == 0.0, 0.0, acc * (1.0 / sums))  # an empty row
         tma.store_wait(0)  # of the tile before
-        gl.thread_barrier()
+        together()
         o_tile.reshape([QUERIES, V_PAD]).store(out.to(v_buffers.dtype))
         fence_async_shared()
         copy_out(OUT, [batch, head, first, 0], o_tile)
