@@ -76,7 +76,7 @@ class RowFinder:
         if not groups or not kv_len:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         tapes = self.tapes if traced is self.traced else None
-        must, may = tapes.bounds(position) if tapes else self._bounds(traced, position)
+        must, may, *ends = tapes.bounds(position) if tapes else self._bounds(traced, position)
         undecided = np.flatnonzero(may & ~must)
         if tapes and len(undecided) > FEW and tapes.equality and (listed := tapes.equality.runs(position)):
             return listed
@@ -84,8 +84,8 @@ class RowFinder:
         origin = group * (kv_len + 1)
         found = [(origin + start * stretch, origin + np.minimum(stop * stretch, kv_len))]
         at_once = max(1, POINTS_AT_ONCE // stretch)
-        if tapes and tapes.alike and len(undecided) > 2:
-            copies, undecided = self._copied(tapes.alike, position, undecided)
+        if tapes and tapes.repeats and len(undecided) > 2:
+            copies, undecided = self._copied(position, undecided, tapes.kinds(ends, undecided))
             found += copies
         for at in range(0, len(undecided), at_once):
             found.append(self._evaluated(traced, position, undecided[at : at + at_once]))
@@ -114,9 +114,8 @@ class RowFinder:
         end = (group * (kv_len + 1) + kv_len)[line]  # past it the last key was evaluated again
         return np.minimum(origin + start, end), np.minimum(origin + stop, end)
 
-    def _copied(self, alike: _Alike, position: int, undecided: Any) -> tuple[list[Edges], Any]:
+    def _copied(self, position: int, undecided: Any, kind: Any) -> tuple[list[Edges], Any]:
         """Runs of the stretches that are alike, one of each kind evaluated; and the others."""
-        kind = alike.kinds(position, undecided)
         kinds, ones = np.unique(kind, return_index=True)
         if len(kinds) > FEW:
             return [], undecided
@@ -140,7 +139,9 @@ class RowFinder:
 
 
 class _Tapes:
-    """A mask of whole numbers as steps of NumPy: bounds of every stretch of a row, and the mask at points."""
+    """A mask of whole numbers as steps of NumPy: bounds of every stretch of a row, and the mask at points.
+
+    Stretches are alike (`kinds`) where all comparisons that do not repeat from stretch to stretch are decided, the same way."""
 
     def __init__(self, finder: RowFinder) -> None:
         program, grid = finder.traced.program, finder.grid
@@ -148,16 +149,26 @@ class _Tapes:
         self.shape = (grid.groups, len(finder.first))
         self.b, self.h = finder.b.numpy(), finder.h.numpy()
         known = {"b": self.b, "h": self.h, "kv_lo": finder.first.numpy(), "kv_hi": finder.last.numpy()}
-        self.box = Tape([found.must, found.may], finder.tables, known)
+        ends = _other_ends(finder)
+        self.repeats, self.is_cut = ends is not None, grid.kv_len % finder.stretch != 0
+        self.box = Tape([found.must, found.may, *(ends or ())], finder.tables, known)  # which share most of their steps
         self.point = Tape([program.body], finder.tables, {})
         parts = _equality(program.body) if grid.groups == 1 else None
         self.equality = _Equality(*parts, finder) if parts else None
-        self.alike = _alike(finder, known)
 
-    def bounds(self, position: int) -> tuple[Any, Any]:
-        """(must, may) of each stretch [groups, stretches]."""
-        must, may = (np.broadcast_to(x, self.shape) for x in self.box(q_idx=np.int64(position)))
-        return must, may
+    def bounds(self, position: int) -> list[Any]:
+        """must and may of each stretch [groups, stretches]; and where stretches may be alike, of each comparison that differs."""
+        return [np.broadcast_to(x, self.shape) for x in self.box(q_idx=np.int64(position))]
+
+    def kinds(self, ends: list[Any], stretches: Any) -> Any:
+        """A number for each stretch, counted through all groups, the same for those that are alike; -1 where nothing is known."""
+        group, at = np.divmod(stretches, self.shape[1])
+        kind, is_open = group << len(ends) // 2, (at == self.shape[1] - 1) & self.is_cut
+        for n in range(len(ends) // 2):
+            must, may = (x[group, at] for x in ends[2 * n : 2 * n + 2])
+            kind += np.left_shift(must, n, dtype=np.int64)
+            is_open |= may & ~must
+        return np.where(is_open, -1, kind)
 
     def kept(self, position: int, group: Any, keys: Any) -> Any:
         """The mask at keys [n, stretch] of n groups."""
@@ -165,34 +176,9 @@ class _Tapes:
         return np.broadcast_to(found, keys.shape)
 
 
-class _Alike:
-    """A mask whose stretches are alike where some comparisons are decided: all others repeat from stretch to stretch.
-
-    Args:
-        bounded: whether each of those must hold, and whether it may, over a stretch.
-        finder: of the rows.
-        known: what bounds of stretches know.
-    """
-
-    def __init__(self, bounded: list[tuple[Expr, Expr]], finder: RowFinder, known: dict[str, Any]) -> None:
-        self.ends = Tape([end for ends in bounded for end in ends], finder.tables, {})
-        self.known, self.conditions, self.many = known, len(bounded), len(finder.first)
-        self.is_cut = finder.grid.kv_len % finder.stretch != 0
-
-    def kinds(self, position: int, stretches: Any) -> Any:
-        """A number for each stretch, counted through all groups, the same for those that are alike; -1 where nothing is known."""
-        group, at = np.divmod(stretches, self.many)
-        index = {n: x.take(group if n in "bh" else at) for n, x in self.known.items()}
-        ends = self.ends(q_idx=np.int64(position), **index)
-        kind, is_open = group << self.conditions, (at == self.many - 1) & self.is_cut
-        for n, (must, may) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
-            kind = kind + np.left_shift(must.astype(np.int64), n)
-            is_open = is_open | may & ~must
-        return np.where(is_open, -1, kind)
-
-
-def _alike(finder: RowFinder, known: dict[str, Any]) -> _Alike | None:
-    """What stretches are told apart by, of a mask some of whose comparisons repeat from stretch to stretch and few do not."""
+def _other_ends(finder: RowFinder) -> list[Expr] | None:
+    """Whether each comparison that does not repeat from stretch to stretch must hold over one, and whether it may; None for
+    a mask with none that repeats, or with many that do not."""
     program, binding = finder.traced
     conditions: list[Expr] = []
     todo = [program.body]
@@ -206,8 +192,8 @@ def _alike(finder: RowFinder, known: dict[str, Any]) -> _Alike | None:
     if len(other) == len(conditions) or len(other) > MOST_CONDITIONS:
         return None
     parts = (Program("mask", e, program.captures, program.numbers) for e in other)
-    bounded = [box_bounds(part, of_rows=True)[:2] for part in parts]
-    return _Alike(bounded, finder, known) if has_steps([end for ends in bounded for end in ends]) else None
+    ends = [end for part in parts for end in box_bounds(part, of_rows=True)[:2]]
+    return ends if has_steps(ends) else None
 
 
 class _Equality:

@@ -160,7 +160,8 @@ def test_rows_that_repeat_from_stretch_to_stretch(name: str) -> None:
     for position in (0, 1, 63, 64, 500, 999, 1000):
         check(mask.row(position), want[:, :, position])
         finder = mask._mask._finder
-        must, may = finder.tapes.bounds(position)
+        must, may, *ends = finder.tapes.bounds(position)
         undecided = np.flatnonzero(may & ~must)
-        copied += len(undecided) - len(finder._copied(finder.tapes.alike, position, undecided)[1])
+        kind = finder.tapes.kinds(ends, undecided)
+        copied += len(undecided) - len(finder._copied(position, undecided, kind)[1])
     assert copied > 7
