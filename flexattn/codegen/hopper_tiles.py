@@ -1,7 +1,8 @@
 """Tiles of the forward kernel for Hopper, and whether it can serve a call: reads facts of a call, makes a short list.
 
 The idea: 64 queries a warpgroup and two buffers are fixed by the skeleton; what is left to choose is how many warpgroups (2 with 240
-registers a thread, 3 with 160) and how many keys, by what the assembler spills.
+registers a thread, 3 with 160) and how many keys, by what the assembler spills and by how long rows are: three warpgroups are faster
+in full tiles and slower in all else.
 """
 
 from __future__ import annotations
@@ -18,38 +19,54 @@ from flexattn.codegen.tile_preferences import HOPPER
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
 
+LONG_KEYS = 8192  # from here on rows have many more full tiles than others
 _BARRIERS = 1024  # and the captured values of a role
 
 
 def hopper_tiles(
-    target: Target, *, qk_dim: int, v_dim: int, q_len: int, programs: Sequence[Program | None] = ()
+    target: Target, *, qk_dim: int, v_dim: int, q_len: int, kv_len: int, programs: Sequence[Program | None] = ()
 ) -> tuple[TileConfig, ...]:
     """Configurations of half types, best first; none where the portable kernel must serve.
 
     Args:
         target: where it will run.
         qk_dim, v_dim: head dimensions.
-        q_len: only whether it is short matters.
+        q_len, kv_len: only whether they are short matters.
         programs: score and mask program.
 
     Example:
         >>> from flexattn.codegen.target import target_of
-        >>> hopper_tiles(target_of(90), qk_dim=64, v_dim=64, q_len=4096)[0]
+        >>> hopper_tiles(target_of(90), qk_dim=64, v_dim=64, q_len=4096, kv_len=16384)[0]
         TileConfig(BLOCK_M=192, BLOCK_N=128, num_warps=4, num_stages=2)
     """
     dims = tile_dims(qk_dim, v_dim, target)
     if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len <= SHORT_QUERIES:
         return ()
-    listed = next(rows for pad, rows in HOPPER[_kind(programs)] if pad >= max(dims))
+    listed = next(rows for pad, rows in HOPPER[_kind(programs, kv_len)] if pad >= max(dims))
     return tuple(c for c in (TileConfig(*row) for row in listed) if _shared(c, dims) <= target.shared_bytes)
 
 
-def _kind(programs: Sequence[Program | None]) -> str:
+def _kind(programs: Sequence[Program | None], kv_len: int) -> str:
     given = [p for p in programs if p is not None]
     if any(_divides(p) for p in given):
         return "dividing"
     is_reading = any(gathers_of(p) or (p.kind == "score" and captured_reads(p).key) for p in given)
-    return "reading" if is_reading else "plain"
+    if is_reading:
+        return "reading"
+    return "long" if kv_len > LONG_KEYS and all(_is_plain(p) for p in given) else "plain"
+
+
+def _is_plain(program: Program) -> bool:
+    """Whether a score does not ask where it is, or a mask keeps no band of keys around a query, but long runs."""
+    import torch
+
+    from flexattn.frontend.expr import DEP_KV, DEP_Q, const
+    from flexattn.frontend.zones import FAR, zones
+
+    if program.kind == "score":
+        return not program.body.deps & (DEP_Q | DEP_KV)
+    found, ends = zones(program), (const(-FAR, torch.int64), const(FAR, torch.int64))
+    return found is not None and all(z.apart_least is ends[0] or z.apart_most is ends[1] for z in found.kept)
 
 
 def _divides(program: Program) -> bool:

@@ -124,13 +124,14 @@ GATHERING: dict[str, dict[str, Rows]] = {
     },
 }
 # the kernel in Gluon, by what its leaves hold in registers: captured values of every key beside the scores or an
-# address an element; what a division of integers takes an element
+# address an element; what a division of integers takes an element; and by how many full tiles rows have
+_PLAIN: Rows = (
+    (128, ((128, 128, 4, 2), (128, 64, 4, 2), (128, 32, 4, 2))),
+    (256, ((128, 64, 4, 2), (128, 32, 4, 2))),
+)
 HOPPER: dict[str, Rows] = {
-    "plain": (
-        (64, ((192, 128, 4, 2), (128, 128, 4, 2), (128, 64, 4, 2))),
-        (128, ((128, 128, 4, 2), (128, 64, 4, 2), (128, 32, 4, 2))),
-        (256, ((128, 64, 4, 2), (128, 32, 4, 2))),
-    ),
+    "long": ((64, ((192, 128, 4, 2), (128, 128, 4, 2), (128, 64, 4, 2))), *_PLAIN),
+    "plain": ((64, ((128, 128, 4, 2), (128, 64, 4, 2))), *_PLAIN),
     "reading": (
         (64, ((128, 128, 4, 2), (128, 64, 4, 2))),
         (128, ((128, 64, 4, 2), (128, 32, 4, 2))),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.hopper_tiles import hopper_tiles, why_not
+from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_tiles, why_not
 from flexattn.codegen.spec import (
     KernelSpec,
     TensorLayout,
@@ -241,7 +241,8 @@ def _listed(
     """What a rule of tile_config (`candidates` or `trials`) says for this call, whatever its mask."""
     facts = _tile_facts(problem, plan, kernel)
     if kernel == "hopper_forward":
-        return hopper_tiles(**{name: facts[name] for name in ("target", "qk_dim", "v_dim", "q_len", "programs")})
+        asked = {name: facts[name] for name in ("target", "qk_dim", "v_dim", "q_len", "programs")}
+        return hopper_tiles(**asked, kv_len=problem.k.shape[2])
     return rule(kernel, **facts)
 
 
@@ -283,7 +284,7 @@ def _group(problem: Problem, kernel: str) -> tuple[Any, ...]:
     mask, q = problem.block_mask, problem.q
     blocks = None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE
     sizes = _size_class(problem, kernel) if problem.options.autotune else ()
-    return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, blocks, sizes
+    return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, problem.k.shape[2] > LONG_KEYS, blocks, sizes
 
 
 def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) -> autotune.Question:

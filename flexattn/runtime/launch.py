@@ -265,8 +265,15 @@ def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
     row = (q.shape[3] + v.shape[3]) * q.element_size()
     streamed = row * (q.shape[2] * group if transposed else k.shape[2])
     fitting = devices.target_for(q.device).l2_bytes // 2 // max(streamed, 1)
-    together = max(1, fitting) * (1 if transposed else group)
-    return max(1, min(pairs, together, _LINE_LIMIT // max(lines, 1)))
+    unit = 1 if transposed else group
+    return unit * _even(pairs // unit, max(1, min(fitting, _LINE_LIMIT // max(lines * unit, 1))))
+
+
+def _even(count: int, most: int) -> int:
+    """The size of parts, from half of `most` on, that leaves the fullest last part: long rows in a small last part run alone."""
+    if most >= count:
+        return max(1, count)
+    return max(range(most // 2 + 1, most + 1), key=lambda size: ((count % size or size) / size, size))
 
 
 # ---------------------------------------------------------------- backward kernels

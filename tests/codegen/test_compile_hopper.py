@@ -91,7 +91,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 def _spec(dims: tuple[int, int], leaf: str, **fields: object) -> KernelSpec:
     programs = [t and t.program for t in LEAVES[leaf]]
-    config = hopper_tiles(target_of(90), qk_dim=dims[0], v_dim=dims[1], q_len=4096, programs=programs)[0]
+    config = hopper_tiles(target_of(90), qk_dim=dims[0], v_dim=dims[1], q_len=4096, kv_len=16384, programs=programs)[0]
     dtype = str(fields.pop("dtype", "bf16"))
     spec = spec_of(
         "hopper_forward", arch=90, dim=dims[0], v_dim=dims[1], dtype=dtype, config=config, leaves=LEAVES[leaf]

@@ -115,3 +115,21 @@ def test_a_launch_has_every_argument(want_max: bool, monkeypatch: pytest.MonkeyP
     assert values["K"].shape == [1, 3, 500, 96] and values["k_strides"][0] == 0 and values["group"] == 2
     missing = [n for n, kind in kernel.kernel.source.signature.items() if values[n] is None]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    "mask, score, length, rows",
+    [
+        (None, None, 16384, 192),
+        (mods.causal(), None, 16384, 192),
+        (mods.prefix_lm(100), mods.softcap(30.0), 16384, 192),
+        (mods.causal(), None, 4096, 128),
+        (mods.sliding_window(1024), None, 16384, 128),
+        (mods.causal(), lambda s, b, h, i, j: s + (j - i) * 0.1, 16384, 128),
+        (lambda b, h, i, j: (j < 4) | ((i - j < 64) & (j <= i)), None, 16384, 128),
+    ],
+)
+def test_three_warpgroups_where_rows_are_long(mask: Any, score: Any, length: int, rows: int) -> None:
+    qkv = tuple(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 1, length, 64) for _ in range(3))
+    problem, plan = prepare(qkv, score, (None, mask), options=None)
+    assert choose.legal_tiles(problem, plan, "hopper_forward")[0].BLOCK_M == rows
