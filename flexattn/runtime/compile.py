@@ -320,7 +320,9 @@ def _loaded(compiled: Any) -> Any:
     return compiled
 
 
-_SPILLS = 96  # registers a thread; later versions of Triton than 3.6 spill up to 81 once a tile of queries, outside the loops
+_SPILLS = (
+    96  # registers a thread; later versions of Triton than 3.6 spill up to 81 once a tile of queries, outside the loops
+)
 
 
 def _refuse_spills(spilled: int) -> None:
