@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
-from flexattn.codegen.regrouped import before_the_end, in_base_2, one_index_a_side
+from flexattn.codegen.regrouped import ends_of, in_base_2, one_index_a_side
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
@@ -134,15 +134,29 @@ def _captured(spec: KernelSpec) -> str:
 
 def _mask(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
     printer = Printer(spec, arguments, known)
-    body = before_the_end(_as_bool(_regrouped(spec, program.body))) if spec.is_gluon else program.body
-    (value,) = printer.print([body])
-    text = value.text if body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
-    given = f"{_INDICES}, kv_len" if spec.is_gluon else _INDICES
-    return _function("mask_mod", f"{given}, {_captured(spec)}", [*printer.lines, f"return {text}"])
+    if spec.is_gluon:
+        return _mask_by_ends(spec, _regrouped(spec, program.body), printer)
+    (value,) = printer.print([program.body])
+    text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
+    return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
 
 
-def _as_bool(body: Expr) -> Expr:
-    return body if body.dtype == torch.bool else make("ne", body, 0)
+def _mask_by_ends(spec: KernelSpec, body: Expr, printer: Printer) -> str:
+    """Of the keys before kv_len."""
+    ends = ends_of(body if body.dtype == torch.bool else make("ne", body, 0))
+    upper, *others = printer.print([e for e in (ends.upper, ends.lower, ends.rest) if e is not None])
+    text = f"kv_idx < {upper.text}"
+    if ends.lower is not None:
+        lower = others.pop(0)
+        is_narrow = upper.type == lower.type == "tl.int32"
+        text = (
+            f"leaf_ops.within(kv_idx, {lower.text}, {upper.text})"
+            if is_narrow
+            else f"({lower.text} <= kv_idx) & ({text})"
+        )
+    if others:
+        text = f"({text}) & ({_to_truth(others[0])})"
+    return _function("mask_mod", f"{_INDICES}, kv_len, {_captured(spec)}", [*printer.lines, f"return {text}"])
 
 
 def _bounds(spec: KernelSpec, name: str, ends: tuple[Expr, Expr], arguments: Arguments) -> str:

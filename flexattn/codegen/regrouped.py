@@ -53,25 +53,37 @@ def _sided(node: Expr, args: list[Expr]) -> Expr:
     return _separated(node)
 
 
-def before_the_end(root: Expr) -> Expr:
-    """The mask, of keys before kv_len only. Where it has an upper bound on keys by row, that becomes the lower of the two ends, which
-    costs a minimum a row where another comparison would cost one an element.
+class Ends(NamedTuple):
+    """A mask as keys from `lower` (None: the first) to before `upper`, both by row, of which `rest` (None: all) are kept."""
+
+    lower: Expr | None
+    upper: Expr
+    rest: Expr | None
+
+
+def ends_of(root: Expr) -> Ends:
+    """The mask, of keys before kv_len only: a bound on keys by row costs an element less than what tells keys apart, and the end of all
+    keys then costs a minimum a row.
 
     Example:
         >>> from flexattn.frontend.expr import to_text
-        >>> to_text(before_the_end(make("le", var("kv_idx"), var("q_idx"))))
-        'kv_idx < min(q_idx + 1, kv_len)'
+        >>> to_text(ends_of(make("le", var("kv_idx"), var("q_idx"))).upper)
+        'min(q_idx + 1, kv_len)'
     """
-    key, end = var("kv_idx"), var("kv_len")
-    terms = _conjuncts(root)
-    for at, term in enumerate(terms):
-        if term.op in ("le", "lt") and term.args[0] is key and not term.args[1].deps & DEP_KV:
-            limit = term.args[1] + 1 if term.op == "le" else term.args[1]
-            terms[at] = make("lt", key, make("minimum", limit, end))
-            break
-    else:
-        terms.append(make("lt", key, end))
-    return reduce(lambda a, b: make("and", a, b), terms)
+    key, upper = var("kv_idx"), var("kv_len")
+    lower: Expr | None = None
+    rest: list[Expr] = []
+    has_upper = False
+    for term in _conjuncts(root):
+        is_order = term.op in ("le", "lt")
+        if is_order and not has_upper and term.args[0] is key and not term.args[1].deps & DEP_KV:
+            upper = make("minimum", term.args[1] + 1 if term.op == "le" else term.args[1], upper)
+            has_upper = True
+        elif is_order and lower is None and term.args[1] is key and not term.args[0].deps & DEP_KV:
+            lower = term.args[0] if term.op == "le" else term.args[0] + 1
+        else:
+            rest.append(term)
+    return Ends(lower, upper, reduce(lambda a, b: make("and", a, b), rest) if rest else None)
 
 
 def _conjuncts(node: Expr) -> list[Expr]:
@@ -175,4 +187,4 @@ def _raw(node: Expr) -> Expr:
     return rebuild(node, [_raw(a) for a in node.args])
 
 
-__all__ = ["before_the_end", "in_base_2", "one_index_a_side"]
+__all__ = ["Ends", "ends_of", "in_base_2", "one_index_a_side"]

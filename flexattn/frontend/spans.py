@@ -230,10 +230,49 @@ class LineRuns:
         return self._csr(start[keep], stop[keep]), self._csr(*self.partial.joined())
 
     def _csr(self, start: Tensor, stop: Tensor) -> Spans:
-        line, start = _split(start, self.width)
-        count = _counts(line, self.groups * self.lines)
-        indptr = torch.cat((count.new_zeros(1), count.cumsum(0)))
-        return Spans(*(x.to(torch.int32) for x in (indptr, start, stop - line * self.width)))
+        return _spans(start, stop, self.groups * self.lines, self.width)
+
+
+def _spans(start: Tensor, stop: Tensor, lines: int, width: int) -> Spans:
+    """Spans of joined runs in order, each line * width + cell."""
+    line, start = _split(start, width)
+    count = _counts(line, lines)
+    indptr = torch.cat((count.new_zeros(1), count.cumsum(0)))
+    return Spans(*(x.to(torch.int32) for x in (indptr, start, stop - line * width)))
+
+
+def turned(spans: Spans, groups: int, lines: int, cells: int) -> Spans:
+    """The same tiles by cell instead of by line: `groups * cells` lines of runs.
+
+    In a cell's column a run begins or ends at a line that differs there from the line above, and where two lines differ is bounded by
+    the ends of runs that only one of them has: so this takes as long as there are ends, not tiles."""
+    size = groups * max((lines + 1) * (cells + 1), 1)
+    dtype, width = torch.int32 if size < 1 << 31 else torch.int64, cells + 1
+    line = lines_of(spans)
+    above = ((line + line // max(lines, 1)) * width).to(
+        dtype
+    )  # a line more in each group, for what ends behind the last one
+    ends = torch.cat([above + x for x in spans[1:]])
+    ends = _sorted(torch.cat((ends, ends + width)))
+    differ = torch.ones(len(ends) + 1, dtype=torch.bool, device=ends.device)
+    torch.ne(ends[1:], ends[:-1], out=differ[1:-1])
+    ends = picked(ends, differ[1:] & differ[:-1])
+    first, many = ends[::2], ends[1::2] - ends[::2]
+    group, line = _split(_split(first, width)[0], lines + 1)
+    change = group * (cells * (lines + 1)) + (first - (group * (lines + 1) + line) * width) * (lines + 1) + line
+    change = _sorted(_counted_on(change, many, lines + 1))
+    return _spans(change[::2], change[1::2], groups * cells, lines + 1)
+
+
+def _counted_on(start: Tensor, many: Tensor, step: int) -> Tensor:
+    """start, start + step, start + 2 * step, ... of each, as many as asked for."""
+    begin = many.cumsum(0, dtype=torch.int64) - many
+    rest = start - begin.to(start.dtype) * step
+    if start.device.type == "cpu":
+        repeated = torch.from_numpy(np.repeat(rest.numpy(), many.numpy()))
+    else:
+        repeated = torch.repeat_interleave(rest, many)
+    return repeated + torch.arange(len(repeated), dtype=start.dtype, device=start.device) * step
 
 
 def lines_of(spans: Spans) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexattn.frontend.program import Traced
 from flexattn.frontend.refine import FAN, POINTS_AT_ONCE, Predicate, any_of, cells_of, search
-from flexattn.frontend.spans import Grid, LineRuns, Spans, chunks, how_many, picked, spots, taken
+from flexattn.frontend.spans import Grid, LineRuns, Spans, chunks, how_many, picked, spots, taken, turned
 
 TOP_BOXES = 1024  # rectangles of the first level, at most
 BOXES_AT_ONCE = 1 << 14  # together with the next one: what bounds the memory of a build
@@ -38,7 +38,7 @@ class TileSearch:
         self.grid, self.device = grid, device
         self.mask = Predicate(traced, grid) if traced is not None else None
         rows, cols = (grid.rows, grid.q_len // grid.q_block), (grid.cols, grid.kv_len // grid.kv_block)
-        self.by_row, self.by_col = LineRuns(grid.groups, rows, cols, device), LineRuns(grid.groups, cols, rows, device)
+        self.by_row = LineRuns(grid.groups, rows, cols, device)
         self.levels: dict[int, list[int]] = {}
         self.witnessed = self.evaluated_empty = self.evaluated_full = self.evaluated_partial = 0
 
@@ -47,7 +47,9 @@ class TileSearch:
         grid = self.grid
         if grid.groups and grid.rows and grid.cols:
             self._start()
-        return Found(*self.by_row.spans(), *self.by_col.spans(), self._decided())
+        full, partial = self.by_row.spans()
+        full_t, partial_t = (turned(x, grid.groups, grid.rows, grid.cols) for x in (full, partial))
+        return Found(full, partial, full_t, partial_t, self._decided())
 
     def _start(self) -> None:
         """The first level: few rectangles, as large as they must be for that."""
@@ -94,7 +96,6 @@ class TileSearch:
             must, may = self.mask.bounds(group, (q[0][:, None], q[1][:, None]), (kv[0][None], kv[1][None]))
             full, open_ = must & inside, may & ~must & inside
         self.by_row.add_boxes(boxes, full, scale)
-        self.by_col.add_boxes(boxes[[0, 2, 1]], full.transpose(0, 1), scale)
         (up, left), at = spots(open_)
         counts = self.levels.setdefault(scale, [0, 0, 0])
         for n, count in enumerate((how_many(inside), how_many(full), len(at))):
@@ -114,7 +115,6 @@ class TileSearch:
             for found, name in ((some & ~hole, "full"), (some & hole, "partial")):
                 group, row, col = (picked(x, found) for x in part)
                 self.by_row.add_tiles(getattr(self.by_row, name), group, row, col)
-                self.by_col.add_tiles(getattr(self.by_col, name), group, col, row)
 
     def _decide(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
         """(has a kept pair, has a dropped pair): by witnesses, value sets, and where they do not tell, by subdivision."""

@@ -320,9 +320,8 @@ def _loaded(compiled: Any) -> Any:
     return compiled
 
 
-_SPILLS = (
-    96  # registers a thread; later versions of Triton than 3.6 spill up to 81 once a tile of queries, outside the loops
-)
+# Registers a thread. Later versions of Triton than 3.6 spill up to 81 once a tile of queries, outside the loops.
+_SPILLS = 96
 
 
 def _refuse_spills(spilled: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn import mods
-from flexattn.codegen.regrouped import before_the_end, in_base_2, one_index_a_side
+from flexattn.codegen.regrouped import ends_of, in_base_2, one_index_a_side
 from flexattn.frontend import expr as ex
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.program import Traced
@@ -98,7 +98,7 @@ def test_no_side_has_both_indices(name: str) -> None:
             assert all(side.deps & both != both for side in node.args)
 
 
-MASKS = {
+BOUNDED = {
     "causal": (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, True),
     "window": (mods.sliding_window(5), True),
     "before": (lambda b, h, q_idx, kv_idx: (kv_idx < q_idx + 3) & (kv_idx % 3 != 1), True),
@@ -107,14 +107,19 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", BOUNDED)
 def test_the_end_of_keys_becomes_a_rows_own(name: str) -> None:
-    function, is_bounded = MASKS[name]
+    function, is_bounded = BOUNDED[name]
     traced = trace(function, "mask")
-    body = before_the_end(one_index_a_side(traced.program.body))
+    lower, upper, rest = ends_of(one_index_a_side(traced.program.body))
     plain = _value(traced, traced.program.body, torch.zeros(16, 32))
+    keys = ex.var("kv_idx")
+    body = ex.make("lt", keys, upper)
+    for part in (None if lower is None else ex.make("le", lower, keys), rest):
+        body = body if part is None else ex.make("and", body, part)
     for length in (1, 9, 32):
         known = lambda node, args: ex.const(length, torch.int64) if node.attr == "kv_len" else ex.rebuild(node, args)
         cut = _value(traced, ex.fold([body], known)[0], torch.zeros(16, 32))
         assert torch.equal(cut, plain & (torch.arange(32) < length))
-    assert ("min(" in ex.to_text(body)) == is_bounded
+    assert ("min(" in ex.to_text(upper)) == is_bounded
+    assert (lower is not None) == (name in ("window", "no end"))

@@ -188,6 +188,16 @@ def spread(value, like):
 
 
 @triton.jit
+def within(index, lower, upper):
+    """lower <= index < upper, of an index that is not negative: one subtraction and one comparison without signs. The subtraction is
+    in assembly, as otherwise the compiler packs the comparisons of a thread into bits and takes them out again."""
+    first = tl.maximum(lower, 0)
+    width = tl.where(upper > first, upper - first, 0)
+    apart = tl.inline_asm_elementwise("sub.s32 $0, $1, $2;", "=r,r,r", [index, first], dtype=tl.uint32, is_pure=True, pack=1)
+    return apart < width.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def total(value, AXIS: tl.constexpr):
     """Sum over one tile axis, which stays with size 1."""
     return tl.expand_dims(tl.sum(value, AXIS), AXIS)
