@@ -13,7 +13,7 @@ import torch
 from flexattn.errors import CaptureIndexError, OptionError
 from flexattn.frontend import periodic
 from flexattn.frontend.expr import DEP_B, DEP_H
-from flexattn.frontend.spans import RUNS_AT_ONCE, Grid, LineRuns, Spans, cover, coverage
+from flexattn.frontend.spans import RUNS_AT_ONCE, Grid, LineRuns, Spans, cover, coverage, turned
 from flexattn.frontend.tile_map import TileMap, build_tile_map
 from flexattn.frontend.tile_search import TileSearch
 from flexattn.frontend.trace import trace
@@ -318,6 +318,24 @@ def test_waiting_runs_are_narrow_and_few() -> None:
         starts, stops = lines.full.joined()
         assert starts.dtype == stops.dtype == dtype
         assert (starts.tolist(), stops.tolist()) == ([0], [1 << 17])
+
+
+def test_spans_turned_are_those_of_the_transposed_map() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for number in range(300):
+        groups, lines, cells = (int(torch.randint(0, end, (1,), generator=draw)) for end in (4, 9, 12))
+        map_ = torch.rand(groups, lines, cells, generator=draw) < torch.rand(1, generator=draw) ** (1 + number % 3)
+        found = turned(_spans_of(map_), groups, lines, cells)
+        assert all(map(torch.equal, found, _spans_of(map_.transpose(1, 2))))
+        check_spans(found, groups * cells, lines)
+
+
+def _spans_of(map_: torch.Tensor) -> Spans:
+    edges = torch.nn.functional.pad(map_.flatten(0, 1).int(), (1, 1)).diff(dim=1)
+    start, stop = (edges == 1).nonzero(), (edges == -1).nonzero()
+    counts = torch.bincount(start[:, 0], minlength=len(edges))
+    indptr = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    return Spans(*(x.to(torch.int32) for x in (indptr, start[:, 1], stop[:, 1])))
 
 
 # ---------------------------------------------------------------- masks that repeat along the diagonal
