@@ -17,7 +17,7 @@ from flexattn.frontend import algebra
 from flexattn.frontend.expr import DEP_KV, DEP_Q, Expr, fold, topological
 from flexattn.frontend.interval import Tables
 from flexattn.frontend.program import Binding, Traced
-from flexattn.frontend.spans import Grid, LineRuns, Runs, Spans, lines_of, picked
+from flexattn.frontend.spans import Grid, LineRuns, Runs, Spans, lines_of, picked, turned
 from flexattn.frontend.tile_search import Found, TileSearch
 
 LEAST_TILES = 1 << 14  # below it the usual search is as fast
@@ -125,14 +125,15 @@ class _Repeated:
         grid, step = self.grid, self.step
         q_len, kv_len = (n // block * block for n, block in ((grid.q_len, grid.q_block), (grid.kv_len, grid.kv_block)))
         q_far, kv_far = (-(-n // step) * step for n in (q_len, kv_len))  # as far as a period may move back
-        rows = self._search((q_far, 0), (step, q_far + kv_len))
+        *rows, how = self._search((q_far, 0), (step, q_far + kv_len))
         if step == grid.q_block == grid.kv_block:  # one row of tiles, which read backwards is one column
-            columns = [_mirrored(x, (q_far + kv_far) // step) for x in (rows.full, rows.partial)]
+            columns = [_mirrored(x, (q_far + kv_far) // step) for x in rows]
         else:
-            below = self._search((0, kv_far), (kv_far + q_len, step))
-            columns = [below.full_t, below.partial_t]
+            lines, cells = (kv_far + q_len) // grid.q_block, step // grid.kv_block
+            *below, _ = self._search((0, kv_far), (kv_far + q_len, step))
+            columns = [turned(x, grid.groups, lines, cells) for x in below]
         shapes = (q_len // grid.q_block, grid.q_block), (kv_len // grid.kv_block, grid.kv_block)
-        for name, row, column in zip(("full", "partial"), (rows.full, rows.partial), columns, strict=True):
+        for name, row, column in zip(("full", "partial"), rows, columns, strict=True):
             self._repeat(self.by_row, name, row, q_far, *shapes)
             self._repeat(self.by_col, name, column, kv_far, *shapes[::-1])
         if q_len < grid.q_len:
@@ -140,15 +141,15 @@ class _Repeated:
         if kv_len < grid.kv_len:
             self._append((0, kv_len), (q_len, grid.kv_len - kv_len))
         full, partial = self.by_row.spans()
-        return Found(full, partial, *self.by_col.spans(), self._decided(full, partial, rows.decided))
+        return Found(full, partial, *self.by_col.spans(), self._decided(full, partial, how))
 
-    def _search(self, begin: tuple[int, int], lengths: tuple[int, int]) -> Found:
-        """A part of the mask, which may lie outside the sequence: a period is the same everywhere."""
+    def _search(self, begin: tuple[int, int], lengths: tuple[int, int]) -> tuple[Spans, Spans, dict[str, object]]:
+        """The rows of a part of the mask, which may lie outside the sequence: a period is the same everywhere."""
         traced = algebra.shifted(self.traced, *begin)
         grid = Grid(self.grid.batch, self.grid.heads, *lengths, self.grid.q_block, self.grid.kv_block)
-        found = TileSearch(traced, grid, self.device).run()
-        self.evaluated |= any(count for name, count in found.decided.items() if name.endswith("by_evaluation"))
-        return found
+        full, partial, how = TileSearch(traced, grid, self.device).rows()
+        self.evaluated |= any(count for name, count in how.items() if name.endswith("by_evaluation"))
+        return full, partial, how
 
     def _repeat(
         self, lines: LineRuns, name: str, pattern: Spans, far: int, own: tuple[int, int], other: tuple[int, int]
@@ -168,10 +169,12 @@ class _Repeated:
 
     def _append(self, begin: tuple[int, int], lengths: tuple[int, int]) -> None:
         """The last row or column, which a length cuts."""
-        found, corner = self._search(begin, lengths), (begin[0] // self.grid.q_block, begin[1] // self.grid.kv_block)
-        for lines, end, (top, left) in ((self.by_row, "", corner), (self.by_col, "_t", corner[::-1])):
-            for name in ("full", "partial"):
-                spans: Spans = getattr(found, name + end)
+        *found, _ = self._search(begin, lengths)
+        corner = (begin[0] // self.grid.q_block, begin[1] // self.grid.kv_block)
+        sides = -(-lengths[0] // self.grid.q_block), -(-lengths[1] // self.grid.kv_block)
+        for lines, (top, left) in ((self.by_row, corner), (self.by_col, corner[::-1])):
+            for name, by_row in zip(("full", "partial"), found, strict=True):
+                spans = by_row if lines is self.by_row else turned(by_row, self.grid.groups, *sides)
                 here, at = (len(spans.indptr) - 1) // self.grid.groups, lines_of(spans)
                 key = (at // here * lines.lines + at % here + top) * lines.width + left
                 runs: Runs = getattr(lines, name)

@@ -44,12 +44,16 @@ class TileSearch:
 
     def run(self) -> Found:
         """Decides every tile."""
-        grid = self.grid
-        if grid.groups and grid.rows and grid.cols:
+        full, partial, decided = self.rows()
+        full_t, partial_t = (turned(x, self.grid.groups, self.grid.rows, self.grid.cols) for x in (full, partial))
+        return Found(full, partial, full_t, partial_t, decided)
+
+    def rows(self) -> tuple[Spans, Spans, dict[str, object]]:
+        """Decides every tile: the full and the partial runs by row alone, and how they were decided."""
+        if self.grid.groups and self.grid.rows and self.grid.cols:
             self._start()
         full, partial = self.by_row.spans()
-        full_t, partial_t = (turned(x, grid.groups, grid.rows, grid.cols) for x in (full, partial))
-        return Found(full, partial, full_t, partial_t, self._decided())
+        return full, partial, self._decided()
 
     def _start(self) -> None:
         """The first level: few rectangles, as large as they must be for that."""
