@@ -63,10 +63,11 @@ def main() -> int:
     tally = Tally(way, is_loud=options.seed is not None)
     start = time.monotonic()
     if options.processes == 1 or len(seeds) == 1:
-        counts = ahead.use(options.kernels)
+        counts, kinds = ahead.use(options.kernels), set[tuple[Any, ...]]()
         for outcome in outcomes_of(seeds, way):
             tally.add(outcome)
-        if trouble := too_many_builds(seeds, way):
+            kinds.add(outcome.kind)
+        if trouble := too_many_builds(kinds, way):
             tally.add(Outcome(-1, [], trouble))
         ends: list[dict[str, Any]] = [{"end": dict(counts)}]
     else:

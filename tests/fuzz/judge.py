@@ -22,6 +22,7 @@ _HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # what rounding to i
 _TINY = {torch.bfloat16: 0.0, torch.float16: 2.0**-25}  # and of one that is almost 0
 _MEAN = 1.1
 _FEW = 2048  # elements of which a mean may be off by chance
+_ALIKE = 0.01  # a scale under which queries hardly matter
 
 
 class Right(NamedTuple):
@@ -110,7 +111,7 @@ def _allowed(problem: Problem, wanted: Right) -> Tensor:
 def _fair(problem: Problem, wanted: Right, dtype: torch.dtype) -> Tensor:
     """Mean error of the formula with probabilities rounded before their product and the result after it: the larger of
     normalised ones, as dense attention has them, and of those against a row's maximum, as fused kernels do. Of few elements the
-    mean is moved by chance, so those get what rounding costs at most."""
+    mean is moved by chance, so those get what rounding costs at most; and a scale of almost 0 makes rows alike, which are few then."""
     peak = wanted.weights.amax(-1, keepdim=True)
     safe = torch.where(peak == 0, 1.0, peak)
     errors = []
@@ -118,7 +119,8 @@ def _fair(problem: Problem, wanted: Right, dtype: torch.dtype) -> Tensor:
         rounded = (wanted.weights / unit).to(dtype).double() @ wanted.values * unit
         errors.append((rounded.to(dtype).double() - wanted.out).abs().mean())
     fair = torch.stack(errors).amax()
-    if problem.sizes.kv_len < 64 or wanted.out.numel() < _FEW:
+    rows_are_alike = problem.scale is not None and abs(problem.scale) < _ALIKE
+    if problem.sizes.kv_len < 64 or wanted.out.numel() < _FEW or rows_are_alike:
         return torch.maximum(fair, _allowed(problem, wanted).mean())
     of_scores = (wanted.spread * wanted.score_error.unsqueeze(-1)).mean()
     return fair + of_scores

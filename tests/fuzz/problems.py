@@ -41,6 +41,15 @@ class Problem:
     mask: Mask
     layouts: str
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What has kernels of its own: structure and variant, and of block lists their block size and which of them there are."""
+        blocks = self.mask.blocks
+        lists: tuple[Any, ...] = ()
+        if blocks is not None and blocks.predicate is None:
+            lists = (blocks.BLOCK_SIZE, tuple(blocks.kv_num_blocks.shape[:2]), blocks.full_kv_num_blocks is None)
+        return self.structure.name, self.variant, lists
+
     def call(self, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """out, lse and, if this problem asks for them, maxima."""
         mask = {"mask_mod": self.mask.mod} if self.mask.blocks is None else {"block_mask": self.mask.blocks}

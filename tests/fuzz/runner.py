@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class Outcome:
     seed: int
     figures: list[float]
     trouble: str = ""
+    kind: tuple[Any, ...] = ()  # of the problem
 
     @property
     def is_right(self) -> bool:
@@ -96,7 +97,7 @@ def run_group(seeds: Sequence[int], way: Way) -> list[Outcome]:
     launched = [_launch(problem, way) for problem in problems]
     patience = HANGS_AFTER * (_SLOWER if way.is_small else 1)
     _wait([(p.seed, event) for p, (_, event, _) in zip(problems, launched) if event is not None], patience)
-    outcomes = [Outcome(p.seed, [], trouble) for p, (_, _, trouble) in zip(problems, launched)]
+    outcomes = [Outcome(p.seed, [], trouble, p.kind) for p, (_, _, trouble) in zip(problems, launched)]
     figures = []
     for problem, (results, _, trouble) in zip(problems, launched):
         if not trouble:
@@ -147,11 +148,10 @@ def outcomes_of(
         yield from run_group(group, way)
 
 
-def too_many_builds(seeds: Sequence[int], way: Way) -> str:
-    """Whether more kernels were built than these problems have structures and variants: a number or a length was compiled in."""
-    kinds = {(s % len(STRUCTURES), s // len(STRUCTURES) % len(STRUCTURES[0].variants)) for s in seeds}
+def too_many_builds(kinds: Set[tuple[Any, ...]], way: Way) -> str:
+    """Whether more kernels were built than these problems are of kinds: a number or a length was compiled in."""
     built = flexattn.stats().builds[way.kernel]
-    return f"{built} kernels were built for {len(kinds)} structures and variants" if built > len(kinds) else ""
+    return f"{built} kernels were built for {len(kinds)} kinds of problems" if built > len(kinds) else ""
 
 
 # ---------------------------------------------------------------- one of several processes
@@ -174,8 +174,10 @@ def limit_programs(count: int) -> None:
 def work(seeds: Sequence[int], way: Way, counts: dict[str, int]) -> int:
     """Runs problems and says so in lines of JSON; returns the exit status."""
     say = lambda **what: print(json.dumps(what), flush=True)
+    kinds: set[tuple[Any, ...]] = set()
     try:
         for outcome in outcomes_of(seeds, way, lambda group: say(begun=group)):
+            kinds.add(outcome.kind)
             say(seed=outcome.seed, figures=outcome.figures, trouble=outcome.trouble)
     except Hang as hang:
         say(seed=hang.seed, figures=[], trouble=str(hang))
@@ -183,7 +185,7 @@ def work(seeds: Sequence[int], way: Way, counts: dict[str, int]) -> int:
     except Exception as error:
         say(broken=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return BREAKS
-    if trouble := too_many_builds(seeds, way):
+    if trouble := too_many_builds(kinds, way):
         say(seed=-1, figures=[], trouble=trouble)
     say(end=dict(counts), builds=dict(flexattn.stats().builds))
     return 0

@@ -278,7 +278,8 @@ MASKS: dict[str, Callable[[Draw], Mask]] = {
 
 
 # ---------------------------------------------------------------- scores
-_TANH = 2.0**-10.9  # relative error of the hardware's tanh, which bfloat16 may use
+# Of tanh: the relative error of the hardware's, which bfloat16 may use, and the absolute one of 1 - 2 / (exp(2x) + 1) in float32.
+_TANH = {torch.bfloat16: 2.0**-10.9, torch.float16: 2.0**-21}
 
 
 def _same(d: Draw) -> Score:
@@ -287,9 +288,7 @@ def _same(d: Draw) -> Score:
 
 def _softcap(d: Draw) -> Score:
     cap = d.real(0.5, 60.0)
-    return Score(
-        lambda s, b, h, i, j: cap * torch.tanh(s / cap), slack=cap * _TANH if d.dtype == torch.bfloat16 else 0.0
-    )
+    return Score(lambda s, b, h, i, j: cap * torch.tanh(s / cap), slack=cap * _TANH[d.dtype])
 
 
 def _alibi(d: Draw) -> Score:
@@ -303,8 +302,7 @@ def _alibi_by_formula(d: Draw) -> Score:
 
 def _softcap_and_alibi(d: Draw) -> Score:
     cap, slopes = d.real(1.0, 40.0), d.floats(d.sizes.q_heads, size=0.02)
-    slack = cap * _TANH if d.dtype == torch.bfloat16 else 0.0
-    return Score(lambda s, b, h, i, j: cap * torch.tanh((s + slopes[h] * (j - i)) / cap), slack=slack)
+    return Score(lambda s, b, h, i, j: cap * torch.tanh((s + slopes[h] * (j - i)) / cap), slack=cap * _TANH[d.dtype])
 
 
 def _relative_bias(d: Draw) -> Score:

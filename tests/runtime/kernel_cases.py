@@ -212,8 +212,22 @@ def gradients(out: Tensor, lse: Tensor, inputs: list[Tensor], weights: tuple[Ten
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found)]
 
 
-def check(case: Case, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-    """Runs a case and compares out, lse and every gradient with the oracle."""
+def check(
+    case: Case, device: torch.device, dtype: torch.dtype = torch.float32, *, draws: int = 1, **options: Any
+) -> None:
+    """Runs a case and compares out, lse and every gradient with the oracle. Several draws of its tensors are judged together: an error
+    of one number, as the gradient of a captured scalar is, says little alone."""
+    drawn = [_draw(case, device, dtype, options) for _ in range(draws)]
+    for parts in zip(*drawn):
+        name, *tensors = ([part[at] for part in parts] for at in range(4))
+        actual, wanted = map(torch.stack, tensors[:2])
+        assert_close(name[0], actual, wanted, [torch.stack(rounded) for rounded in zip(*tensors[2])])
+
+
+def _draw(
+    case: Case, device: torch.device, dtype: torch.dtype, options: dict[str, Any]
+) -> list[tuple[str, Tensor, Tensor, tuple[Tensor, ...]]]:
+    """Of each result and gradient: its name, what came, what is right, and what the dense formulas give."""
     score, mask, leaves = case.make(device, case)
     qkv = tensors_of(case, dtype, device)
     inputs = [*qkv, *leaves]
@@ -227,8 +241,7 @@ def check(case: Case, device: torch.device, dtype: torch.dtype = torch.float32, 
     fair = dense(qkv, mask, score, captures=leaves, scale=case.scale)
     rounded = zip(*([x.out, x.lse, *x.grads] for x in fair))
     names = ["out", "lse", "dq", "dk", "dv", *(f"capture {i}" for i in range(len(leaves)))]
-    for name, a, b, c in zip(names, got, wanted, rounded):
-        assert_close(name, a, b, c)
+    return list(zip(names, got, wanted, rounded))
 
 
 def assert_close(name: str, actual: Tensor, wanted: Tensor, rounded: Sequence[Tensor]) -> None:

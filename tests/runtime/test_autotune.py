@@ -385,7 +385,8 @@ causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
 flexattn.flex_attention(q, k, v, mask_mod=causal).float().square().sum().backward()
 seen = flexattn.stats()
 stored = sum(event.startswith("stored tiles") for event in seen.events)
-print(seen.tunings.total(), stored, *(seen.builds[kernel] for kernel in ("forward", "dq", "dkdv")))
+builds = seen.builds
+print(seen.tunings.total(), stored, builds["forward"] + builds["hopper_forward"], builds["dq"], builds["dkdv"])
 """
 
 
@@ -395,7 +396,8 @@ def test_a_small_problem_is_tuned_and_a_second_process_uses_the_winners(tmp_path
     qkv = make_qkv(1, (4, 4), (700, 700), (64, 64), dtype=torch.bfloat16, device="cuda", guard=64)
     for _ in range(2):
         check(qkv, causal, kernel_options={"autotune": True})
-    assert flexattn.stats().tunings == {"forward": 1, "dq": 1, "dkdv": 1}
+    first = "hopper_forward" if torch.cuda.get_device_capability() == (9, 0) else "forward"
+    assert flexattn.stats().tunings == {first: 1, "dq": 1, "dkdv": 1}
     files = list((tmp_path / "tuned").iterdir())
     assert len(files) == 3
     for file in files:
