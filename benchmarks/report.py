@@ -18,6 +18,7 @@ from benchmarks.results import OURS, RESULTS, ROOT, Row, load
 
 README, DETAILS = ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+_STAR = "A star: measured beside an earlier flexattn than the one in its line."
 _BRACKETS = "in brackets, how many times as fast flexattn is, measured in alternation"
 
 
@@ -87,9 +88,20 @@ def _table(rows: Sequence[Row], what: str, cell: Cell, *, first: str = "batch x 
     titles = _titles(rows)
     lines = [[first, "variant", *(_HEADERS.get(what, {}).get(n, PEERS[n].title) for n in peers)]]
     for (shape, variant), cells in table.items():
-        texts = [cell(cells[n]) if n in cells and cells[n]["status"] == "ok" else _missing(cells.get(n)) for n in peers]
+        texts = [
+            cell(cells[n]) + _mark(cells[n], cells)
+            if n in cells and cells[n]["status"] == "ok"
+            else _missing(cells.get(n))
+            for n in peers
+        ]
         lines.append([shape, titles.get(variant, variant), *texts])
     return _markdown(lines)
+
+
+def _mark(row: Row, cells: dict[str, Row]) -> str:
+    """A star at a ratio to an earlier flexattn than the one that the same line shows."""
+    is_old = _paired(row) and row["impl"] != OURS and OURS in cells and row["commit"] != cells[OURS]["commit"]
+    return "*" if is_old else ""
 
 
 def _missing(row: Row | None) -> str:
@@ -153,11 +165,12 @@ def _short_gpu(rows: Sequence[Row]) -> str:
     for key in both:
         pair = [table.get(key, {}) for table in (forward, backward)]
         ours = " / ".join(_rate(t[OURS]) if _ok(t.get(OURS)) else "-" for t in pair)
-        ratios = [" / ".join(_times(t[n]["speedup"]) if _paired(t.get(n)) else "-" for t in pair) for n in peers]
+        ratio = lambda row, cells: _times(row["speedup"]) + _mark(row, cells)
+        ratios = [" / ".join(ratio(t[n], t) if _paired(t.get(n)) else "-" for t in pair) for n in peers]
         lines.append([key[0], titles.get(key[1], key[1]), ours, *(r if r != "- / -" else "-" for r in ratios)])
     note = (
         "Forward / backward: TFLOP/s on kept pairs, and how many times as fast flexattn is as each peer, measured in alternation. "
-        "A dash: the peer cannot do it, or was not timed there."
+        f"A dash: the peer cannot do it, or was not timed there. {_STAR}"
     )
     return f"{_markdown(lines)}\n\n{note}" if len(lines) > 1 else ""
 
@@ -219,7 +232,7 @@ def details(paths: Sequence[Path]) -> str:
     parts = [
         "# Results",
         "Made by `python -m benchmarks report` from the files in `benchmarks/results`; do not edit. FLOPs are counted on kept "
-        f"pairs, forward 4 * batch * heads * kept * head size, backward 2.5 times that; {_BRACKETS}.",
+        f"pairs, forward 4 * batch * heads * kept * head size, backward 2.5 times that; {_BRACKETS}. {_STAR}",
     ]
     for path in paths:
         rows = rows_of(path)
