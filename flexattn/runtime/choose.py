@@ -24,6 +24,7 @@ from flexattn.codegen.spec import (
     tensor_layout,
     wide_number,
 )
+from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import SHORT_QUERIES, TileConfig, candidates, dividing, is_fixed, trials
 from flexattn.errors import OptionError, UnsupportedError
 from flexattn.runtime import autotune
@@ -82,7 +83,7 @@ def forward_kernel(problem: Problem, plan: Plan) -> tuple[str, str]:
     key = ("forward kernel", _group(problem, "forward"), _fact_key(problem, None))
     found: tuple[str, str] | None = plan.memo.get(key)
     if found is None:
-        reason = _why_portable(problem, plan)
+        reason = why_portable(problem, plan, devices.target_for(problem.q.device))
         found = (
             ("hopper_forward", "given by kernel_options" if asked else "this is Hopper")
             if reason is None
@@ -104,19 +105,25 @@ def forget_hopper(problem: Problem, plan: Plan) -> None:
     plan.memo[key] = ("forward", "no configuration of the kernel for Hopper could be built")
 
 
-def _why_portable(problem: Problem, plan: Plan) -> str | None:
-    """Why the kernel for Hopper cannot serve a call, or None where it can."""
-    target = devices.target_for(problem.q.device)
+def why_portable(problem: Problem, plan: Plan, target: Target) -> str | None:
+    """Why the kernel for Hopper cannot serve a call on a device, or None where it can."""
     if target.arch != 90:
         return f"it is for sm_90, and this is {'the interpreter' if target.is_interpreter else f'sm_{target.arch}'}"
     if is_fixed("forward", _tile_options(problem, "forward")):
         return "kernel_options fixes tiles of the portable kernel"
-    tiles = _listed(problem, plan, "hopper_forward", candidates)
+    tiles = tiles_on_hopper(problem, plan, target)
     if not tiles:
         return "it takes more than 32 queries and head dimensions from 33 to 256"
     if not _allowed(problem, tiles):
         return f"its tiles do not divide the block mask's BLOCK_SIZE: {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in tiles)}"
     return why_not(KernelSpec(kernel="hopper_forward", target=target, config=tiles[0], **kernel_facts(problem, plan)))
+
+
+def tiles_on_hopper(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
+    """Tiles of the kernel for Hopper on a device, best first, whatever the mask; none where it cannot serve."""
+    (_, _, q_len, qk_dim), (_, _, kv_len, v_dim) = problem.q.shape, problem.v.shape
+    sizes = {"qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len, "kv_len": kv_len}
+    return hopper_tiles(target, programs=(plan.score, plan.mask), **sizes)
 
 
 def _built(spec: KernelSpec, device: torch.device) -> Chosen:
@@ -239,11 +246,9 @@ def _listed(
     problem: Problem, plan: Plan, kernel: str, rule: Callable[..., tuple[TileConfig, ...]]
 ) -> tuple[TileConfig, ...]:
     """What a rule of tile_config (`candidates` or `trials`) says for this call, whatever its mask."""
-    facts = _tile_facts(problem, plan, kernel)
     if kernel == "hopper_forward":
-        asked = {name: facts[name] for name in ("target", "qk_dim", "v_dim", "q_len", "programs")}
-        return hopper_tiles(**asked, kv_len=problem.k.shape[2])
-    return rule(kernel, **facts)
+        return tiles_on_hopper(problem, plan, devices.target_for(problem.q.device))
+    return rule(kernel, **_tile_facts(problem, plan, kernel))
 
 
 def _tile_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
@@ -311,4 +316,6 @@ __all__ = [
     "legal_tiles",
     "likely_tiles",
     "tiles_of",
+    "tiles_on_hopper",
+    "why_portable",
 ]

@@ -181,9 +181,11 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
     if plan.backend == "triton":
         kernel, reason = choose.forward_kernel(problem, plan)
         target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, kernel)
-        why = why if kernel == "forward" and reason == "the default" else f"{why}; kernel: {reason}"
+        why = f"{why}; kernel: {reason}"
     else:  # the call runs whatever its tiles, so neither options nor a list mask may make this fail
-        kernel, target = "forward", target_of(90)
+        target = target_of(90)
+        is_portable = choose.why_portable(problem, plan, target) is not None
+        kernel = "forward" if is_portable else "hopper_forward"
         sizes: dict[str, Any] = {
             "element_bytes": q.element_size(),
             "qk_dim": q.shape[3],
@@ -191,7 +193,8 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
             "q_len": q.shape[2],
             "precision": "tf32" if plan.tf32 else "ieee",
         }
-        config, why = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)[0], "the default"
+        portable = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)
+        config, why = (portable if is_portable else choose.tiles_on_hopper(problem, plan, target))[0], "the default"
     spec = KernelSpec(kernel=kernel, target=target, config=config, **choose.kernel_facts(problem, plan))
     return emit(spec), why
 
