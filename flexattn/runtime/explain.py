@@ -156,9 +156,10 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     if problem.q.dtype == torch.float64 or is_empty(problem):
         yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
         return
-    source, why = _forward_source(problem, plan)
+    source, why, reason = _forward_source(problem, plan)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
+    yield f"  {'the kernel for Hopper' if source.spec.is_gluon else 'not the kernel for Hopper'}: {reason}"
     yield f"  {_tiles(source.spec.config, is_gluon=source.spec.is_gluon)} ({why})"
     yield from _backward_tiles(problem, plan)
     yield from _loads(source.spec)
@@ -175,17 +176,16 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     yield from source.leaf_text.rstrip().splitlines()
 
 
-def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
-    """What the forward kernel is generated from, the same facts as a launch, for this GPU or for sm_90; and why its tiles."""
+def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str, str]:
+    """What the forward kernel is generated from, the same facts as a launch, for this GPU or for sm_90; why its tiles, why it."""
     q, v = problem.q, problem.v
     if plan.backend == "triton":
         kernel, reason = choose.forward_kernel(problem, plan)
         target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, kernel)
-        why = f"{why}; kernel: {reason}"
     else:  # the call runs whatever its tiles, so neither options nor a list mask may make this fail
         target = target_of(90)
-        is_portable = choose.why_portable(problem, plan, target) is not None
-        kernel = "forward" if is_portable else "hopper_forward"
+        found = choose.why_portable(problem, plan, target)
+        kernel, reason = ("hopper_forward", "it serves this call") if found is None else ("forward", found)
         sizes: dict[str, Any] = {
             "element_bytes": q.element_size(),
             "qk_dim": q.shape[3],
@@ -194,9 +194,9 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str]:
             "precision": "tf32" if plan.tf32 else "ieee",
         }
         portable = candidates("forward", target, programs=(plan.score, plan.mask), **sizes)
-        config, why = (portable if is_portable else choose.tiles_on_hopper(problem, plan, target))[0], "the default"
+        config, why = (choose.tiles_on_hopper(problem, plan, target) if found is None else portable)[0], "the default"
     spec = KernelSpec(kernel=kernel, target=target, config=config, **choose.kernel_facts(problem, plan))
-    return emit(spec), why
+    return emit(spec), why, reason
 
 
 def _backward_tiles(problem: Problem, plan: Plan) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn import BlockMask, create_block_mask, mods
+from flexattn import BlockMask, create_block_mask, explain, mods
 from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import OptionError
@@ -133,3 +133,11 @@ def test_three_warpgroups_where_rows_are_long(mask: Any, score: Any, length: int
     qkv = tuple(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 1, length, 64) for _ in range(3))
     problem, plan = prepare(qkv, score, (None, mask), options=None)
     assert choose.legal_tiles(problem, plan, "hopper_forward")[0].BLOCK_M == rows
+
+
+def test_explain_says_which_kernel_and_why() -> None:
+    half, single = (torch.zeros(1, 1, 64, 64, dtype=d) for d in (torch.float16, torch.float32))
+    text = explain(half, half, half)
+    assert "attention_forward_hopper (" in text and "the kernel for Hopper: it serves this call" in text
+    text = explain(single, single, single)
+    assert "not the kernel for Hopper: its products are of bfloat16 and float16" in text
