@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexattn import codegen
-from flexattn.codegen.emit import KernelSource, emit
+from flexattn.codegen.emit import WARPGROUP_ROWS, KernelSource, emit
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig, candidates
@@ -221,7 +221,7 @@ def _loads(spec: KernelSpec) -> Iterator[str]:
 
 def _tiles(config: TileConfig, *, is_gluon: bool = False) -> str:
     if is_gluon:
-        return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.BLOCK_M // 64} warpgroups and a copying warp, 2 buffers"
+        return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.BLOCK_M // WARPGROUP_ROWS} warpgroups and a copying warp, 2 buffers"
     return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"
 
 

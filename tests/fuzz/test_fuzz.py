@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import queue
 import subprocess
@@ -131,12 +132,23 @@ def _row(p: Problem) -> tuple[int, ...] | None:
     return tuple(kept[p.seed % len(kept)].tolist()) if len(kept) else None
 
 
-def _without_a_key(p: Problem, out: Tensor, lse: Tensor) -> None:
+def _in_a_row(corrupt: Callable[[Problem, Tensor, Tensor, tuple[int, ...]], None]) -> Callable[..., None]:
+    """Corrupts a row of two keys or more, or anything where there is none."""
+
+    @functools.wraps(corrupt)
+    def corrupted(p: Problem, out: Tensor, lse: Tensor) -> None:
+        row = _row(p)
+        if row is None:
+            _nan(p, out, lse)
+        else:
+            corrupt(p, out, lse, row)
+
+    return corrupted
+
+
+@_in_a_row
+def _without_a_key(p: Problem, out: Tensor, lse: Tensor, row: tuple[int, ...]) -> None:
     """One row misses one key."""
-    row = _row(p)
-    if row is None:
-        _nan(p, out, lse)
-        return
     wanted = right(p)
     weights = wanted.weights[row].clone()
     key = (weights > 2e-3).nonzero()[-1]
@@ -145,12 +157,9 @@ def _without_a_key(p: Problem, out: Tensor, lse: Tensor) -> None:
     out[row] = (weights @ wanted.values[row[:2]] / weights.sum()).to(out.dtype)
 
 
-def _values_of_another_key(p: Problem, out: Tensor, lse: Tensor) -> None:
+@_in_a_row
+def _values_of_another_key(p: Problem, out: Tensor, lse: Tensor, row: tuple[int, ...]) -> None:
     """One row takes its heaviest key's values from elsewhere; its sum is right."""
-    row = _row(p)
-    if row is None:
-        _nan(p, out, lse)
-        return
     wanted = right(p)
     weight, key = wanted.weights[row].max(-1)
     values = wanted.values[row[:2]]
