@@ -80,10 +80,15 @@ def _divides(program: Program) -> bool:
     )
 
 
-def _shared(config: TileConfig, dims: tuple[int, int]) -> int:
-    """Bytes: queries, two tiles each of keys and values, and the output, which takes the queries' place where both are widest."""
+def query_buffers(config: TileConfig, dims: tuple[int, int], target: Target) -> int:
+    """How many tiles of queries are held: two where there is room, so that the next one's queries are there in time."""
+    return 2 if _shared(config, dims, 2) <= target.shared_bytes else 1
+
+
+def _shared(config: TileConfig, dims: tuple[int, int], q_buffers: int = 1) -> int:
+    """Bytes: tiles of queries, two tiles each of keys and values, and at most 128 columns of the output."""
     qk_pad, v_pad = dims
-    own = config.BLOCK_M * (qk_pad + (0 if qk_pad == v_pad == 256 else v_pad))
+    own = config.BLOCK_M * (q_buffers * qk_pad + min(v_pad, 128))
     return 2 * (own + 2 * config.BLOCK_N * (qk_pad + v_pad)) + _BARRIERS
 
 
@@ -96,4 +101,4 @@ def why_not(spec: KernelSpec) -> str | None:
     return "value's head dimension is no multiple of 8" if spec.v_dim % 8 else None
 
 
-__all__ = ["hopper_tiles", "why_not"]
+__all__ = ["hopper_tiles", "query_buffers", "why_not"]

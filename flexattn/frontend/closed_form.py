@@ -134,7 +134,7 @@ def key_runs(body: Expr, *, wanted: bool = True) -> tuple[KeyRun, ...] | None:
     """The keys for which a mask's body is as wanted, if integers do not wrap around; None where there is no formula."""
     try:
         return _tidied(_truth(body, wanted))
-    except _NoFormulaError:
+    except NoFormulaError:
         return None
 
 
@@ -149,7 +149,7 @@ def _with_numbers(traced: Traced) -> Expr:
     return simplify(fold([traced.program.body], visit)[0])
 
 
-class _NoFormulaError(Exception):
+class NoFormulaError(Exception):
     """Caught here: the mask has no closed form."""
 
 
@@ -176,7 +176,7 @@ def _truth(node: Expr, wanted: bool) -> Runs:
         return [KeyRun((), (), (node if wanted else _opposite(node),))]
     if op in ("le", "lt", "eq", "ne") and args[0].dtype == torch.int64:
         return _comparison(op, wanted, linear(args[0]), linear(args[1]))
-    raise _NoFormulaError
+    raise NoFormulaError
 
 
 def _opposite(node: Expr) -> Expr:
@@ -210,7 +210,7 @@ def _either(a: Runs, b: Runs) -> Runs:
 def _few(runs: Runs) -> Runs:
     runs = list(dict.fromkeys(KeyRun(*(tuple(dict.fromkeys(part)) for part in run)) for run in runs))
     if len(runs) > MOST_RUNS:
-        raise _NoFormulaError
+        raise NoFormulaError
     return runs
 
 
@@ -221,7 +221,7 @@ class Linear:
     def __init__(self, terms: dict[Expr, int], number: int = 0) -> None:
         self.terms, self.number = {e: n for e, n in terms.items() if n}, number
         if any(abs(n) > LARGEST for n in (number, *terms.values())):
-            raise _NoFormulaError
+            raise NoFormulaError
 
     def __add__(self, other: Linear | int) -> Linear:
         if isinstance(other, int):
@@ -273,7 +273,7 @@ def _at_most_zero(total: Linear) -> Runs:
     if not keyed:
         return _condition(total)
     if len(keyed) > 1:
-        raise _NoFormulaError
+        raise NoFormulaError
     (term, factor), rest = (
         keyed[0],
         Linear({e: n for e, n in total.terms.items() if e is not keyed[0][0]}, total.number),
@@ -318,7 +318,7 @@ def _bounded(term: Expr, *, lower: Linear | None = None, upper: Linear | None = 
         found = [_at_most_zero(p - upper if upper is not None else _of(lower) - p) for p in parts]
         all_of = (term.op == "minimum") == (upper is None)
         return _both(*found) if all_of else _either(*found)
-    raise _NoFormulaError
+    raise NoFormulaError
 
 
 def _of(bound: Linear | None) -> Linear:

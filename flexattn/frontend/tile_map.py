@@ -171,10 +171,13 @@ def build_tile_map(
 
 def _found(traced: Traced | None, grid: Grid, device: torch.device) -> Found:
     """By formula, by one period, or by search."""
-    from flexattn.frontend.zone_map import zone_map  # not before a mask is built: imports are counted in milliseconds
+    # not before a mask is built: imports are counted in milliseconds
+    from flexattn.frontend.ordered_map import ordered_map
+    from flexattn.frontend.zone_map import zone_map
 
     if traced is not None:
-        found = zone_map(traced, grid, device) or repeated_search(traced, grid, device)
+        ways = (zone_map, ordered_map, repeated_search)
+        found = next((found for way in ways if (found := way(traced, grid, device)) is not None), None)
         if found is not None:
             return found
     return TileSearch(traced, grid, device).run()

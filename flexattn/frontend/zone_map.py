@@ -7,7 +7,7 @@ next together. The mask builder on a GPU does the same (codegen/skeletons/block_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ def zone_map(traced: Traced, grid: Grid, device: torch.device) -> Found | None:
     if grid.groups and grid.rows and grid.cols:
         _add(by_row, kept, dropped, own, other)
         _add(by_col, [_turned(e) for e in kept], [_turned(e) for e in dropped], other, own)
-    decided = _decided(by_row)  # before `spans` cuts what the lengths cut
+    decided = how_decided(by_row)  # before `spans` cuts what the lengths cut
     full, partial, full_t, partial_t = (
         Spans(*(x.to(device) for x in part)) for part in (*by_row.spans(), *by_col.spans())
     )
@@ -71,13 +71,19 @@ def _turned(ends: list[Any]) -> list[Any]:
 
 def _add(runs: LineRuns, kept: Numbers, dropped: Numbers, own: tuple[int, int], other: tuple[int, int]) -> None:
     """The runs of one direction, for tiles of (own, other) = (tile, length) along its lines and across them."""
+    add_lines(
+        runs, own, lambda low, high: [[_run_of(ends, low, high, other) for ends in part] for part in (kept, dropped)]
+    )
+
+
+def add_lines(runs: LineRuns, own: tuple[int, int], runs_of: Callable[[Any, Any], list[list[Run]]]) -> None:
+    """The runs of all lines: `runs_of` the first and the last tokens of some [lines] gives those of what is kept and dropped."""
     group, at_once = np.arange(runs.groups)[:, None], max(1, LINES_AT_ONCE // runs.groups)
     for first in range(0, runs.lines, at_once):
         line = np.arange(first, min(first + at_once, runs.lines))
         base = (group * runs.lines + line) * runs.width
         base = base.astype(np.int32 if runs.dtype == torch.int32 else np.int64)
-        low, high = line * own[0], np.minimum(line * own[0] + (own[0] - 1), own[1] - 1)
-        keeps, drops = ([_run_of(ends, low, high, other) for ends in part] for part in (kept, dropped))
+        keeps, drops = runs_of(line * own[0], np.minimum(line * own[0] + (own[0] - 1), own[1] - 1))
         for at, stop, has_kept, has_dropped in _walk(keeps, drops, base.shape, runs.cells):
             for found, kind in ((has_kept & ~has_dropped, runs.full), (has_kept & has_dropped, runs.partial)):
                 origin = base[found]
@@ -92,9 +98,13 @@ def _run_of(ends: list[Any], low: Any, high: Any, other: tuple[int, int]) -> Run
     own_least, own_most = np.maximum(own_least, low), np.minimum(own_most, high)
     least = np.maximum(np.maximum(other_least, 0), own_least + near)
     most = np.minimum(np.minimum(other_most, other[1] - 1), own_most + far)
-    some = (own_least <= own_most) & (near <= far) & (least <= most)
-    first = least // other[0]
-    return Run(*((x * some).astype(np.uint32) for x in (first, most // other[0] + 1 - first)))
+    return tiles_between(least, most, (own_least <= own_most) & (near <= far), other[0])
+
+
+def tiles_between(least: Any, most: Any, some: Any, tile: int) -> Run:
+    """The tiles with a token from least to most, of lines that have `some`."""
+    some, first = some & (least <= most), least // tile
+    return Run(*((x * some).astype(np.uint32) for x in (first, most // tile + 1 - first)))
 
 
 def _walk(
@@ -118,7 +128,7 @@ def _walk(
         at = stop
 
 
-def _decided(by_row: LineRuns) -> dict[str, object]:
+def how_decided(by_row: LineRuns) -> dict[str, object]:
     """Tiles of each kind before those that a length cuts become partial, as a search counts them."""
     tiles = by_row.groups * by_row.lines * by_row.cells
     full, partial = (int((stop - start).sum()) for start, stop in (by_row.full.joined(), by_row.partial.joined()))
@@ -127,4 +137,4 @@ def _decided(by_row: LineRuns) -> dict[str, object]:
     }  # fmt: skip
 
 
-__all__ = ["zone_map"]
+__all__ = ["Run", "add_lines", "how_decided", "tiles_between", "zone_map"]

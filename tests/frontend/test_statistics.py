@@ -111,9 +111,7 @@ def test_how_blocks_were_decided() -> None:
     known = {"empty": {"formula": 28}, "partial": {"formula": 8, "a ragged end": 7}, "full": {"formula": 21}}
     eight = {kind: {way: 8 * n for way, n in ways.items()} for kind, ways in known.items()}  # 4 x 2 share them
     assert found.decided == eight
-    one = torch.zeros(
-        1000, dtype=torch.int64
-    )  # causal once more, but with a table read at indices, which no formula follows
+    one = torch.zeros(1000)  # causal once more, but with a table of floats, which no formula follows
     found = create_block_mask(
         lambda b, h, q, k: (q >= k) & (one[q] == one[k]), None, None, 1000, 1000, "cpu"
     ).statistics()

@@ -116,13 +116,22 @@ def buffer_of(at):
 
 
 @gluon.jit
+def queries_of(turn, Q_BUFFERS: gl.constexpr):
+    """The same of a program's tiles of queries."""
+    if Q_BUFFERS == 2:
+        return buffer_of(turn)
+    else:
+        return 0, turn & 1
+
+
+@gluon.jit
 def row_of(tile, table, steps):
-    """(batch, head, their pair, pointer to the table's row) of a tile of queries."""
+    """(batch, head, pointer to the table's row) of a tile of queries."""
     ROWS, _, pairs, lines, swizzle, batch_step, head_step = table
     pair, rank = tiles.locate(tile, pairs, lines, swizzle)
     batch = pair // steps[0]
     head = pair % steps[0]
-    return batch, head, pair, tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
+    return batch, head, tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
 
 
 @gluon.jit
@@ -136,9 +145,10 @@ def further_span(EXTRA, more, span, start, stop):
 
 @gluon.jit
 def put(TENSOR, buffers, ready, batch, head, block, at, FREE: gl.constexpr, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
-    """Copies a tile of keys or values to its buffer, once that is free."""
+    """Copies a tile of keys or values to its buffer, once that is free. The second buffer of values is given free before it was ever
+    filled: the very first step multiplies the values of no tile."""
     buffer, _ = buffer_of(at)
-    if at >= 2:
+    if at >= (2 if FREE == K_FREE else 1):
         barrier_wait(FREE + buffer, THREADS)
     mbarrier.expect(ready.index(buffer), TENSOR.block_type.nbytes)
     copy_in(TENSOR, [batch, head, block * BLOCK_N, 0], ready.index(buffer), buffers.index(buffer))
@@ -163,7 +173,7 @@ def put_spans(K, V, ring, line, EXTRA, place, at, last, began, KIND: gl.constexp
 
 @gluon.jit
 def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS: gl.constexpr,
-            BLOCK_N: gl.constexpr):
+            Q_BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr):
     """The copying warp. It takes the number of the next tile of queries, and reads its row, before it waits to copy the last values
     of this one."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
@@ -172,7 +182,7 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
     next_tile, next_ready = following
     tile = gl.program_id(0)
     total = table[2] * table[3]
-    batch, head, _, line = row_of(tile, table, steps)
+    batch, head, line = row_of(tile, table, steps)
     first = gl.load(line) * (WARPGROUPS * QUERIES)
     at = 0
     turn = 0
@@ -180,11 +190,13 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
         kv_head = head // steps[1]
         k_batch = gl.where(strides[0] == 0, 0, batch)
         v_batch = gl.where(strides[1] == 0, 0, batch)
-        if turn > 0:
-            barrier_wait(Q_FREE, THREADS)
+        q_buffer, _ = queries_of(turn, Q_BUFFERS)
+        if turn >= Q_BUFFERS:
+            barrier_wait(Q_FREE + q_buffer, THREADS)
         for group in gl.static_range(WARPGROUPS):
-            mbarrier.expect(q_ready.index(group), Q.block_type.nbytes)
-            copy_in(Q, [batch, head, first + group * QUERIES, 0], q_ready.index(group), q_tiles.index(group))
+            mine = q_buffer * WARPGROUPS + group
+            mbarrier.expect(q_ready.index(mine), Q.block_type.nbytes)
+            copy_in(Q, [batch, head, first + group * QUERIES, 0], q_ready.index(mine), q_tiles.index(mine))
         began = at
         last = 0
         place = (k_batch, v_batch, kv_head)
@@ -197,9 +209,10 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
         if taken == total - 1:  # the last number anybody takes
             gl.store(COUNTER, 0)
         tile = gl.num_programs(0) + taken
-        next_tile.store(gl.full([1], tile, gl.int32, ROW))
-        mbarrier.arrive(next_ready, count=1)
-        batch, head, _, line = row_of(gl.minimum(tile, total - 1), table, steps)
+        slot, _ = buffer_of(turn)
+        next_tile.index(slot).store(gl.full([1], tile, gl.int32, ROW))
+        mbarrier.arrive(next_ready.index(slot), count=1)
+        batch, head, line = row_of(gl.minimum(tile, total - 1), table, steps)
         first = gl.load(line) * (WARPGROUPS * QUERIES)
         put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
         turn += 1
@@ -296,12 +309,9 @@ def issue_values(probs, acc, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.c
 
 
 @gluon.jit
-def step(state, block, q, ring, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr, SCORE_MOD: gl.constexpr,
-         MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
-         WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
-    """The softmax of one tile, beside the values of the tile before, whose probabilities and correction `state` holds."""
-    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
-    acc, probs, correction, peak, total, top, at = state
+def issue(acc, probs, correction, at, q, ring, GROUP: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
+          V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, IS_LAZY: gl.constexpr):
+    """Starts the scores of a tile, and behind them the values of the tile before; both in this warpgroup's turn."""
     k_buffers, v_buffers, k_ready, v_ready = ring
     buffer, phase = buffer_of(at)
     before = buffer ^ 1
@@ -313,15 +323,28 @@ def step(state, block, q, ring, place, caps, GROUP: gl.constexpr, KIND: gl.const
     mbarrier.wait(v_ready.index(before), phase ^ before)
     acc = issue_values(probs, acc, v_buffers, before, BLOCK_N, V_PAD)
     barrier_arrive(TURN + (GROUP + 1) % WARPGROUPS, 256)
+    return scores, acc
+
+
+@gluon.jit
+def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr,
+         MASK_MOD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
+         FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+    """The softmax of a tile, while the values of the tile before are still being multiplied. What comes before a FIRST tile belongs to
+    other queries: it is complete then, and the new ones correct nothing of it."""
+    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    buffer, _ = buffer_of(at)
     scores = warpgroup_mma_wait(1, deps=[scores])
     barrier_arrive(K_FREE + buffer, THREADS)
     scores = modified(scores, block, place, caps, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
-    new_probs, correction, peak, total, top = update(scores, place[5], peak, total, top, BLOCK_N, IS_LAZY, WANT_MAX)
+    probs, correction, peak, total, top = update(scores, place[5], peak, total, top, BLOCK_N, IS_LAZY and KIND != FIRST, WANT_MAX)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier_arrive(V_FREE + before, THREADS)
-    if not IS_LAZY:
+    barrier_arrive(V_FREE + (buffer ^ 1), THREADS)
+    if KIND == FIRST:
+        correction = gl.full([QUERIES], 1.0, gl.float32, gl.SliceLayout(1, sums_of(BLOCK_N)))
+    elif not IS_LAZY:
         acc = corrected(acc, correction, sums_of(V_PAD), False)
-    return acc, new_probs.to(v_buffers.dtype), correction, peak, total, top, at + 1
+    return acc, probs.to(ring[1].dtype), correction, peak, total, top, at + 1
 
 
 @gluon.jit
@@ -336,21 +359,55 @@ def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
-            acc, probs, correction, peak, total, top, at = step(
-                (acc, probs, correction, peak, total, top, at), block, q, ring, place, caps, GROUP, KIND, SCORE_MOD,
-                MASK_MOD, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
+            scores, acc = issue(acc, probs, correction, at, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY)
+            acc, probs, correction, peak, total, top, at = take(
+                scores, acc, peak, total, top, at, block, ring, place, caps, KIND, SCORE_MOD, MASK_MOD, V_PAD, BLOCK_N,
+                WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
             )  # fmt: skip
     return acc, probs, correction, peak, total, top, at
+
+
+@gluon.jit
+def write(acc, peak, total, top, where, OUT, LSE, MAX, o_tile, q_heads, q_len, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
+          WANT_MAX: gl.constexpr):
+    """Results of 64 queries. The output goes by way of shared memory, no more than 128 columns at a time."""
+    O: gl.constexpr = sums_of(V_PAD)
+    R: gl.constexpr = gl.SliceLayout(1, sums_of(BLOCK_N))
+    batch, head, first = where
+    sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
+    rows = first + gl.arange(0, QUERIES, R)
+    at_rows = (batch * q_heads + head).to(gl.int64) * q_len + rows
+    gl.store(LSE + at_rows, softmax.row_lse(peak, sums, False), mask=rows < q_len)
+    if WANT_MAX:
+        gl.store(MAX + at_rows, softmax.natural_peak(top, False), mask=rows < q_len)
+    sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, O)), 1)
+    out = gl.where(sums == 0.0, 0.0, acc * (1.0 / sums)).to(o_tile.dtype)  # 0: an empty row
+    if V_PAD <= 128:
+        write_part(out, batch, head, first, 0, OUT, o_tile, V_PAD)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(out, [QUERIES, 2, 128]), (0, 2, 1)))
+        write_part(left, batch, head, first, 0, OUT, o_tile, 128)
+        write_part(right, batch, head, first, 128, OUT, o_tile, 128)
+
+
+@gluon.jit
+def write_part(out, batch, head, first, column, OUT, o_tile, COLUMNS: gl.constexpr):
+    tma.store_wait(0)  # of what was written before
+    together()
+    o_tile.reshape([QUERIES, COLUMNS]).store(out)
+    fence_async_shared()
+    copy_out(OUT, [batch, head, first, column], o_tile)
 
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes,
             SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
             QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
-            FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
-    """One warpgroup: 64 queries of each tile, from their first keys to their output."""
+            Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+    """One warpgroup: 64 queries of each tile, from their first keys to their output. The step of a tile's first keys is also that of
+    the last values of the tile of queries before, which is written behind it; the first one's has nothing before it, the last one's
+    values a step of their own."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
-    SHARED_OUTPUT: gl.constexpr = QK_PAD == 256 and V_PAD == 256
     S: gl.constexpr = sums_of(BLOCK_N)
     O: gl.constexpr = sums_of(V_PAD)
     R: gl.constexpr = gl.SliceLayout(1, S)
@@ -359,84 +416,70 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     EXTRA = table[1]
     q_len, kv_len, scale = sizes
     factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
-    q = q_tiles.index(GROUP).reshape([QUERIES, QK_PAD])
     o_tile = o_tiles.index(GROUP)
     if GROUP == WARPGROUPS - 1:  # the first turn is the first group's
         barrier_arrive(TURN, 256)
     tile = gl.program_id(0)
     total_tiles = table[2] * table[3]
-    _, _, _, line = row_of(tile, table, steps)
-    row, full, partial = gl.load(line), gl.load(line + 1), gl.load(line + 2)
+    where = (0, 0, 0)
+    none = gl.full([QUERIES], float("-inf"), gl.float32, R)
+    nothing = gl.full([QUERIES, 4], 0.0, gl.float32, lane_sums_layout())
+    acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
+    probs = gl.zeros([QUERIES, BLOCK_N], v_buffers.dtype, S)
+    correction = gl.full([QUERIES], 1.0, gl.float32, R)
+    peak, total, top = none, nothing, none
     at = 0
     turn = 0
     while tile < total_tiles:
-        batch, head, pair, line = row_of(tile, table, steps)
-        first = row * (WARPGROUPS * QUERIES) + GROUP * QUERIES
-        is_partial = partial > 0
-        is_full = (full > 0) & (partial == 0)
+        # the first keys
+        q_buffer, q_phase = queries_of(turn, Q_BUFFERS)
+        mine = q_buffer * WARPGROUPS + GROUP
+        q = q_tiles.index(mine).reshape([QUERIES, QK_PAD])
+        mbarrier.wait(q_ready.index(mine), q_phase)
+        scores, acc = issue(acc, probs, correction, at, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY)
+        batch, head, line = row_of(tile, table, steps)
+        first = gl.load(line) * (WARPGROUPS * QUERIES) + GROUP * QUERIES
+        is_partial = gl.load(line + 2) > 0
+        is_full = (gl.load(line + 1) > 0) & (not is_partial)
         known = caps
         if KNOWN is not None:  # captured values that are the same for every key
             known = KNOWN(batch, head, gl.expand_dims(first + gl.arange(0, QUERIES, R), 1), caps)
         place = (batch, head, first, kv_len, scale, factor, is_partial, is_full, known)
-
-        # the first tile
         _, first_full, _, _ = tiles.first_span(line, FULL)
         _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
-        mbarrier.wait(q_ready.index(GROUP), turn & 1)
-        buffer, phase = buffer_of(at)
-        mbarrier.wait(k_ready.index(buffer), phase)
-        scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD, QK_USED)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        barrier_arrive(K_FREE + buffer, THREADS)
         block = gl.where(is_partial, first_partial, first_full)
-        scores = modified(scores, block, place, caps, FIRST, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
-        peak = gl.full([QUERIES], float("-inf"), gl.float32, R)
-        total = gl.full([QUERIES, 4], 0.0, gl.float32, lane_sums_layout())
-        probs, correction, peak, total, top = update(scores, factor, peak, total, peak, BLOCK_N, False, WANT_MAX)
+        acc, probs, correction, new_peak, new_total, new_top, at = take(
+            scores, acc, none, nothing, none, at, block, ring, place, caps, FIRST, SCORE_MOD, MASK_MOD, V_PAD, BLOCK_N, WARPGROUPS,
+            FOLD_SCALE, IS_LAZY, WANT_MAX,
+        )  # fmt: skip
+        if turn > 0:
+            write(acc, peak, total, top, where, OUT, LSE, MAX, o_tile, steps[0], q_len, V_PAD, BLOCK_N, WANT_MAX)
 
         # all others
-        acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
-        state = (acc, probs.to(v_buffers.dtype), correction, peak, total, top, at + 1)
+        state = (gl.zeros([QUERIES, V_PAD], gl.float32, O), probs, correction, new_peak, new_total, new_top, at)
         state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
                       BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
         skipped = gl.where(is_partial, 0, 1)
         state = sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
                       BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
-
-        # the values of the last one
         acc, probs, correction, peak, total, top, at = state
-        mbarrier.wait(next_ready, turn & 1)
-        tile = gl.max(next_tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        _, _, _, line = row_of(gl.minimum(tile, total_tiles - 1), table, steps)
-        row, full, partial = gl.load(line), gl.load(line + 1), gl.load(line + 2)  # of the next tile, behind this one's end
-        if not SHARED_OUTPUT:
-            barrier_arrive(Q_FREE, THREADS)
-        if IS_LAZY:
-            acc = corrected(acc, correction, O, False)
-        buffer, phase = buffer_of(at - 1)
-        mbarrier.wait(v_ready.index(buffer), phase)
-        acc = issue_values(probs, acc, v_buffers, buffer, BLOCK_N, V_PAD)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        barrier_arrive(V_FREE + buffer, THREADS)
+        where = (batch, head, first)
 
-        # results
-        sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
-        rows = first + gl.arange(0, QUERIES, R)
-        at_rows = pair.to(gl.int64) * q_len + rows
-        gl.store(LSE + at_rows, softmax.row_lse(peak, sums, False), mask=rows < q_len)
-        if WANT_MAX:
-            gl.store(MAX + at_rows, softmax.natural_peak(top, False), mask=rows < q_len)
-        sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, O)), 1)
-        out = gl.where(sums == 0.0, 0.0, acc * (1.0 / sums))  # an empty row
-        tma.store_wait(0)  # of the tile before
-        together()
-        o_tile.reshape([QUERIES, V_PAD]).store(out.to(v_buffers.dtype))
-        fence_async_shared()
-        copy_out(OUT, [batch, head, first, 0], o_tile)
-        if SHARED_OUTPUT:
-            tma.store_wait(0)
-            barrier_arrive(Q_FREE, THREADS)
+        # the next tile of queries
+        slot, slot_phase = buffer_of(turn)
+        mbarrier.wait(next_ready.index(slot), slot_phase)
+        tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        barrier_arrive(Q_FREE + q_buffer, THREADS)
         turn += 1
+
+    # the last values
+    if IS_LAZY:
+        acc = corrected(acc, correction, O, False)
+    buffer, phase = buffer_of(at - 1)
+    mbarrier.wait(v_ready.index(buffer), phase)
+    acc = issue_values(probs, acc, v_buffers, buffer, BLOCK_N, V_PAD)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    write(acc, peak, total, top, where, OUT, LSE, MAX, o_tile, steps[0], q_len, V_PAD, BLOCK_N, WANT_MAX)
     tma.store_wait(0)
 
 
@@ -445,28 +488,25 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
                              QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
-                             BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+                             BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
     before, and 0 after."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
-    q_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, QK_PAD], Q.layout)
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [Q_BUFFERS * WARPGROUPS, 1, 1, QUERIES, QK_PAD], Q.layout)
     k_buffers = gl.allocate_shared_memory(K.dtype, [2, 1, 1, BLOCK_N, QK_PAD], K.layout)
     v_buffers = gl.allocate_shared_memory(V.dtype, [2, 1, 1, BLOCK_N, V_PAD], V.layout)
-    if QK_PAD == 256 and V_PAD == 256:  # there is no room for both: queries are read for the last time before the output is written
-        o_tiles = q_tiles
-    else:
-        o_tiles = gl.allocate_shared_memory(Q.dtype, [WARPGROUPS, 1, 1, QUERIES, V_PAD], OUT.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    o_tiles = gl.allocate_shared_memory(OUT.dtype, [WARPGROUPS, 1, 1, QUERIES, min(V_PAD, 128)], OUT.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * WARPGROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    next_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    next_tile = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for warpgroup in gl.static_range(WARPGROUPS):
-        mbarrier.init(q_ready.index(warpgroup), count=1)
+    next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for tile in gl.static_range(Q_BUFFERS * WARPGROUPS):
+        mbarrier.init(q_ready.index(tile), count=1)
     for buffer in gl.static_range(2):
         mbarrier.init(k_ready.index(buffer), count=1)
         mbarrier.init(v_ready.index(buffer), count=1)
-    mbarrier.init(next_ready, count=1)
+        mbarrier.init(next_ready.index(buffer), count=1)
     fence_async_shared()
     if IS_LAZY:
         declare_vote()
@@ -480,19 +520,19 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, BLOCK_N)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, BLOCK_N)),
+                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
