@@ -7,7 +7,7 @@ one run, from where that of its first query begins to where that of its last one
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from flexattn.frontend.zone_map import Run, add_lines, how_decided, tiles_betwee
 from flexattn.frontend.zones import FAR
 
 POINTS_AT_ONCE = 1 << 14
+_LEFT: Literal["left"] = "left"
+_RIGHT: Literal["right"] = "right"
 
 
 def ordered_map(traced: Traced, grid: Grid, device: torch.device) -> Found | None:
@@ -45,7 +47,8 @@ def ordered_map(traced: Traced, grid: Grid, device: torch.device) -> Found | Non
     )
     decided = how_decided(by_row)  # before `spans` cuts what the lengths cut
     full, partial = by_row.spans()
-    return Found(full, partial, *(turned(x, grid.groups, grid.rows, grid.cols) for x in (full, partial)), decided)
+    full_t, partial_t = (turned(x, grid.groups, grid.rows, grid.cols) for x in (full, partial))
+    return Found(full, partial, full_t, partial_t, decided)
 
 
 class _Sides:
@@ -113,7 +116,7 @@ class _Sides:
         for size, index in zip(table.shape, e.args, strict=True):
             origin = origin * size + (self.value(index, np.zeros((1, 1), np.int64)) if index is not e.args[-1] else 0)
         data = table.data.numpy()
-        kind, side = np.iinfo(data.dtype), "right" if strict else "left"
+        kind, side = np.iinfo(data.dtype), _RIGHT if strict else _LEFT
         sought = np.clip(least, kind.min, kind.max).astype(data.dtype)  # a wider type would copy all elements
         rows = [data[at : at + length] for at in origin[:, 0].tolist()]
         many = max(len(rows), len(sought))

@@ -117,7 +117,8 @@ def _either(a: Zones, b: Zones) -> Zones:
 
 
 def _few(zones: Zones) -> Zones:
-    zones = list(dict.fromkeys(OrderedZone(*(tuple(dict.fromkeys(part)) for part in zone)) for zone in zones))
+    zones = [OrderedZone(tuple(dict.fromkeys(z.conditions)), tuple(dict.fromkeys(z.where))) for z in zones]
+    zones = list(dict.fromkeys(zones))
     if len(zones) > MOST_ZONES:
         raise _NoZoneError
     return zones

@@ -44,9 +44,9 @@ class MaskStatistics:
         block: tokens of a block, (q, kv).
         blocks: how many are "empty", "partial" and "full".
         decided: for each of those, how many were settled which way: by "formula" (the mask is bounds on queries, keys and
-            their difference), by "proof" (bounds of the mask over a rectangle), by "repetition" of blocks before them along
-            the diagonal, by "witnesses" (a kept and a dropped pair), by "evaluation" of their pairs, by "a ragged end" of a
-            sequence, which cuts them, or by a "list" that somebody gave.
+            their difference, or compares sorted tensors as packed documents do), by "proof" (bounds of the mask over a
+            rectangle), by "repetition" of blocks before them along the diagonal, by "witnesses" (a kept and a dropped pair), by
+            "evaluation" of their pairs, by "a ragged end" of a sequence, which cuts them, or by a "list" that somebody gave.
         kept_pairs: at least and at most how many (query, key) pairs are kept; the same number twice where that is exact.
         source: of that number: a "formula", a "count" of the pairs in partial blocks, or "bracket" where both would take long.
         closed_form: the keys of a query by formula, None if there is no such formula.

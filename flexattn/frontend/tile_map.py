@@ -4,10 +4,11 @@ Reads a traced mask, lengths and a tile size; makes a `TileMap`: for every row o
 full tiles and the runs of partial tiles.
 
 The one idea: nothing of size q_len x kv_len is looked at. The tiles of a mask that is a union of bounds on q_idx, kv_idx and
-their difference follow by formula (zone_map.py). Else bounds of the mask over a rectangle prove it empty or full at once;
-only undecided rectangles are split (tile_search.py), and of a mask that repeats along the diagonal one period is decided
-(periodic.py). In a single tile one kept and one dropped pair (*witnesses*) prove PARTIAL as soundly. What then is
-still open is split further, down to pairs, so that the answer is exact for every mask.
+their difference follow by formula (zone_map.py), and so do those of packed documents, where ids are sorted (ordered_map.py).
+Else bounds of the mask over a rectangle prove it empty or full at once; only undecided rectangles are split (tile_search.py),
+and of a mask that repeats along the diagonal one period is decided (periodic.py). In a single tile one kept and one dropped
+pair (*witnesses*) prove PARTIAL as soundly. What then is still open is split further, down to pairs, so that the answer is
+exact for every mask.
 """
 
 from __future__ import annotations
