@@ -183,7 +183,9 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
     arguments = _Arguments(spec)
     _inputs(arguments)
     v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
-    arguments.tensor("OUT", TensorLayout(spec.layouts[0].dtype, True, False), "out_strides", (WARPGROUP_ROWS, min(v_pad, 128)))
+    arguments.tensor(
+        "OUT", TensorLayout(spec.layouts[0].dtype, True, False), "out_strides", (WARPGROUP_ROWS, min(v_pad, 128))
+    )
     arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", COUNTER="*i32", scale="fp32", **_GRID, **_WALK)
     arguments.captures()
     return arguments.types, arguments.aligned
@@ -287,7 +289,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {
             "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "QK_PAD": qk_pad, "QK_USED": qk_used, "V_PAD": v_pad,
             "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
-            "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale, "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
+            "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
+            "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
         }  # fmt: skip
     values: dict[str, Any] = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,

@@ -8,8 +8,9 @@ stretch (dilations, windows of an image), one of those that are alike is evaluat
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,32 @@ from flexattn.frontend.tile_map import misread, raise_misread
 LEAST_STRETCH = 64
 FEW = 32  # stretches that are evaluated rather than looked up
 MOST_CONDITIONS = 16  # by which stretches are told apart
-Edges = tuple[Any, Any]  # starts and stops of runs, int64 arrays
+Edges = tuple[Any, Any]  # starts and stops of runs, arrays of whole numbers
+
+
+class _Piece(NamedTuple):
+    """Runs in order, and once more at each of the `origins` [n, 1]; whether some may touch the next."""
+
+    starts: Any
+    stops: Any
+    may_touch: bool
+    origins: Any = None
+
+    def ends(self) -> tuple[int, int]:
+        """The first start and the last stop."""
+        first, last = (0, 0) if self.origins is None else (int(self.origins[0, 0]), int(self.origins[-1, 0]))
+        return first + int(self.starts[0]), last + int(self.stops[-1])
+
+    def many(self) -> int:
+        return len(self.starts) * (1 if self.origins is None else len(self.origins))
+
+    def write(self, edges: Any, is_stop: bool) -> None:
+        """The starts, or the stops, into an array [many]."""
+        mine = self.stops if is_stop else self.starts
+        if self.origins is None:
+            edges[:] = mine
+        else:
+            np.add(self.origins.astype(edges.dtype), mine.astype(edges.dtype), out=edges.reshape(-1, len(mine)))
 
 
 class RowFinder:
@@ -65,10 +91,13 @@ class RowFinder:
         if self.lost is not None and len(self._runs(self.lost, position)[0]):
             raise_misread(self.traced, self.grid)
         start, stop = self._runs(self.traced, position)
-        width = self.grid.kv_len + 1
-        indptr = np.searchsorted(start, np.arange(self.grid.groups + 1) * width)
-        parts = (indptr, start % width, stop % width) if self.grid.groups > 1 else (indptr, start, stop)
-        return Spans(*(torch.from_numpy(x.astype(np.int32)).to(self.device) for x in parts))
+        indptr = np.array([0, len(start)])
+        if self.grid.groups != 1:
+            width = self.grid.kv_len + 1
+            indptr = np.searchsorted(start, (np.arange(self.grid.groups + 1) * width).astype(start.dtype))
+            start, stop = start % width, stop % width
+        found = (torch.from_numpy(x.astype(np.int32, copy=False)) for x in (indptr, start, stop))
+        return Spans(*(x.to(self.device) for x in found))
 
     def _runs(self, traced: Traced, position: int) -> Edges:
         """(starts, stops), each group * (kv_len + 1) + token, in order, none touching the next."""
@@ -77,19 +106,21 @@ class RowFinder:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         tapes = self.tapes if traced is self.traced else None
         must, may, *ends = tapes.bounds(position) if tapes else self._bounds(traced, position)
-        undecided = np.flatnonzero(may & ~must)
+        undecided = np.flatnonzero(may > must)
         if tapes and len(undecided) > FEW and tapes.equality and (listed := tapes.equality.runs(position)):
             return listed
-        group, start, stop = _edges(must)
-        origin = group * (kv_len + 1)
-        found = [(origin + start * stretch, origin + np.minimum(stop * stretch, kv_len))]
+        found = []
+        if must.any():
+            group, start, stop = _edges(must)
+            origin = group * (kv_len + 1)
+            found.append(_Piece(origin + start * stretch, origin + np.minimum(stop * stretch, kv_len), False))
         at_once = max(1, POINTS_AT_ONCE // stretch)
         if tapes and tapes.repeats and len(undecided) > 2:
             copies, undecided = self._copied(position, undecided, tapes.kinds(ends, undecided))
             found += copies
         for at in range(0, len(undecided), at_once):
-            found.append(self._evaluated(traced, position, undecided[at : at + at_once]))
-        return _joined(found)
+            found.append(_Piece(*self._evaluated(traced, position, undecided[at : at + at_once]), True))
+        return _joined(found, np.int32 if groups * (kv_len + 1) < 1 << 31 else np.int64)
 
     def _bounds(self, traced: Traced, position: int) -> tuple[Any, Any]:
         """(must, may) of each stretch [groups, stretches], by a pass over the op table."""
@@ -114,19 +145,20 @@ class RowFinder:
         end = (group * (kv_len + 1) + kv_len)[line]  # past it the last key was evaluated again
         return np.minimum(origin + start, end), np.minimum(origin + stop, end)
 
-    def _copied(self, position: int, undecided: Any, kind: Any) -> tuple[list[Edges], Any]:
+    def _copied(self, position: int, undecided: Any, kind: Any) -> tuple[list[_Piece], Any]:
         """Runs of the stretches that are alike, one of each kind evaluated; and the others."""
         kinds, ones = np.unique(kind, return_index=True)
         if len(kinds) > FEW:
             return [], undecided
-        found = []
+        found, stretch = [], self.stretch
         for one, at in zip(kinds.tolist(), ones.tolist(), strict=True):
             if one >= 0:
-                edges = self._evaluated(self.traced, position, undecided[at : at + 1])
+                starts, stops = self._evaluated(self.traced, position, undecided[at : at + 1])
                 group, begin = np.divmod(undecided[kind == one], len(self.first))
-                origin = group * (self.grid.kv_len + 1) + begin * self.stretch
-                starts, stops = ((origin[:, None] + (x - origin[0])).reshape(-1) for x in edges)
-                found.append((starts, stops))
+                origin = group * (self.grid.kv_len + 1) + begin * stretch
+                if len(starts):
+                    starts, stops = starts - origin[0], stops - origin[0]
+                    found.append(_Piece(starts, stops, starts[0] == 0 and stops[-1] == stretch, origin[:, None]))
         return found, undecided[kind < 0]
 
     def _kept(self, traced: Traced, position: int, group: Any, keys: Any) -> Any:
@@ -264,12 +296,20 @@ def _edges(kept: Any) -> tuple[Any, Any, Any]:
     return line[::2], cell[::2], cell[1::2]
 
 
-def _joined(found: list[Edges]) -> Edges:
+def _joined(found: list[_Piece], dtype: Any) -> Edges:
     """Disjoint runs in order; those that touch are one."""
-    found = [runs for runs in found if len(runs[0])] or found[:1]
-    start, stop = (np.concatenate([runs[n] for runs in found]) if len(found) > 1 else found[0][n] for n in (0, 1))
-    if (start[1:] < start[:-1]).any():
-        start, stop = np.sort(start), np.sort(stop)
+    pieces = sorted((*piece.ends(), piece) for piece in found if len(piece.starts))
+    ends = np.cumsum([0, *(piece.many() for _, _, piece in pieces)]).tolist()
+    start, stop = np.empty(ends[-1], dtype), np.empty(ends[-1], dtype)
+    for (_, _, piece), at, to in zip(pieces, ends[:-1], ends[1:], strict=True):
+        piece.write(start[at:to], False)
+        piece.write(stop[at:to], True)
+    apart = [following[0] - before[1] for before, following in itertools.pairwise(pieces)]
+    if min(apart, default=1) < 0:
+        start.sort()
+        stop.sort()
+    elif min(apart, default=1) > 0 and not any(piece.may_touch for _, _, piece in pieces):
+        return start, stop
     gap = start[1:] != stop[:-1]
     if gap.all():
         return start, stop

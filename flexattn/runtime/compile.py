@@ -320,13 +320,13 @@ def _loaded(compiled: Any) -> Any:
     return compiled
 
 
-# Registers a thread. Later versions of Triton than 3.6 spill up to 81 once a tile of queries, outside the loops.
-_SPILLS = 96
+# A thread may have spilled this many. Later versions of Triton than 3.6 spill up to 80 once a tile of queries, outside the loops.
+SPILLED_REGISTERS = 96
 
 
 def _refuse_spills(spilled: int) -> None:
     """A kernel whose registers are handed out by role has no slower form that still is the best: another one is taken."""
-    if spilled > _SPILLS:
+    if spilled > SPILLED_REGISTERS:
         raise CompileError(f"it spills {spilled} registers a thread", given=f"{spilled}", hint="smaller tiles")
 
 

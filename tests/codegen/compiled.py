@@ -26,12 +26,14 @@ BUILDERS = ("block_map", "fill", "order", "ranges")  # tests/codegen/test_compil
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes of shared memory, registers a thread, bytes of spilled registers, ptxas's notes of serialised wgmma, and the binary."""
+    """Bytes of shared memory, registers a thread, bytes stored by spills, ptxas's notes of serialised wgmma, bytes of the stack that spills
+    need (what the launcher looks at), and the binary."""
 
     shared: int
     registers: int
     spills: int
     notes: tuple[str, ...]
+    stack: int = 0
     binary: bytes = field(default=b"", repr=False)
 
 
@@ -117,10 +119,14 @@ def compile_and_measure(spec: KernelSpec) -> tuple[str, Resources]:
 
 
 def _resources(compiled: Any, log: str) -> Resources:
-    registers, spills = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
-    assert registers and spills, f"ptxas did not say what it used: {log}"
+    said = [
+        re.search(rf"{what}", log)
+        for what in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack")
+    ]
+    assert all(said), f"ptxas did not say what it used: {log}"
+    registers, spills, stack = (int(found[1]) for found in said if found)
     notes = tuple(line for line in log.splitlines() if "serialized" in line)
-    return Resources(compiled.metadata.shared, int(registers[1]), int(spills[1]), notes, compiled.asm["cubin"])
+    return Resources(compiled.metadata.shared, registers, spills, notes, stack, compiled.asm["cubin"])
 
 
 def loops_of(binary: bytes) -> list[list[str]]:

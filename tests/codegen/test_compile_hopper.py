@@ -10,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
-import triton
 
 from flexattn import mods
 from flexattn.codegen.emit import emit
@@ -18,7 +17,7 @@ from flexattn.codegen.hopper_tiles import hopper_tiles, why_not
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import target_of
 from flexattn.frontend.trace import trace
-from flexattn.runtime.compile import leaf_module
+from flexattn.runtime.compile import SPILLED_REGISTERS, leaf_module
 from tests.codegen.compiled import LEAVES as PORTABLE_LEAVES
 from tests.codegen.compiled import compile_and_measure, loops_of, spec_of
 from tests.goldens_of import GOLDENS
@@ -84,8 +83,6 @@ def test_whole_functions_are_spelled_in_gluon(function: object) -> None:
 
 
 # ---------------------------------------------------------------- machine code
-# Bytes a thread, once a tile of queries: nothing is spilled in a loop.
-SPILLS = 288 if triton.__version__.startswith("3.6.") else 384
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 
 
@@ -103,7 +100,7 @@ def _check(spec: KernelSpec) -> str:
     text, used = compile_and_measure(spec)
     assert why_not(spec) is None
     assert used.shared <= spec.target.shared_bytes
-    assert used.spills <= SPILLS, (spec.config, used)
+    assert used.stack <= 4 * SPILLED_REGISTERS, (spec.config, used)  # once a tile of queries; none in a loop:
     loops = loops_of(used.binary)
     assert len(loops) >= spec.config.BLOCK_M // 64 and not [
         t for body in loops for t in body if "LDL" in t or "STL" in t

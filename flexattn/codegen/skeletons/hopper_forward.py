@@ -10,12 +10,14 @@ The ideas, each for one reason:
   releases   "this buffer is free" is an arrival at a named barrier, which blocks nobody; an mbarrier's is a barrier of the warpgroup.
   lazy peak  the reference maximum of a row stays until it has grown by 2**8, and a warp none of whose rows moved does not rescale
              its output (IS_LAZY); probabilities of up to 2**8 cost float32 sums and half types no digit.
-  queue      a program takes tiles of queries until there are none, by a counter in global memory: long rows first, and the next tile's
-             queries and keys are copied while the last one is being written.
+  queue      a program takes tiles of queries until there are none, by a counter in global memory: long rows first. The step of a tile's
+             first keys is also that of the last values of the queries before, which are written behind it: the tensor cores do not
+             wait for the end of one tile and the begin of the next.
   lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
 
-A row's first tile is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that barriers
-have no case of their own for it.
+A row's first tile of keys is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that
+barriers have no case of their own for it. The very first step has no values before it and multiplies what lies in shared memory; nobody
+reads the result.
 """
 
 from triton.experimental import gluon
@@ -337,7 +339,8 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
     scores = warpgroup_mma_wait(1, deps=[scores])
     barrier_arrive(K_FREE + buffer, THREADS)
     scores = modified(scores, block, place, caps, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
-    probs, correction, peak, total, top = update(scores, place[5], peak, total, top, BLOCK_N, IS_LAZY and KIND != FIRST, WANT_MAX)
+    LAZY: gl.constexpr = IS_LAZY and KIND != FIRST
+    probs, correction, peak, total, top = update(scores, place[5], peak, total, top, BLOCK_N, LAZY, WANT_MAX)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier_arrive(V_FREE + (buffer ^ 1), THREADS)
     if KIND == FIRST:
@@ -368,11 +371,10 @@ def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr
 
 
 @gluon.jit
-def write(acc, peak, total, top, where, OUT, LSE, MAX, o_tile, q_heads, q_len, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
-          WANT_MAX: gl.constexpr):
-    """Results of 64 queries. The output goes by way of shared memory, no more than 128 columns at a time."""
-    O: gl.constexpr = sums_of(V_PAD)
-    R: gl.constexpr = gl.SliceLayout(1, sums_of(BLOCK_N))
+def write_rows(peak, total, top, where, LSE, MAX, q_heads, q_len, O: gl.constexpr, WANT_MAX: gl.constexpr):
+    """What is known of 64 queries before their last values are added: gives back what the output is multiplied with, 0 for an empty
+    row."""
+    R: gl.constexpr = peak.type.layout
     batch, head, first = where
     sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
     rows = first + gl.arange(0, QUERIES, R)
@@ -380,8 +382,15 @@ def write(acc, peak, total, top, where, OUT, LSE, MAX, o_tile, q_heads, q_len, V
     gl.store(LSE + at_rows, softmax.row_lse(peak, sums, False), mask=rows < q_len)
     if WANT_MAX:
         gl.store(MAX + at_rows, softmax.natural_peak(top, False), mask=rows < q_len)
-    sums = gl.expand_dims(gl.convert_layout(sums, gl.SliceLayout(1, O)), 1)
-    out = gl.where(sums == 0.0, 0.0, acc * (1.0 / sums)).to(o_tile.dtype)  # 0: an empty row
+    return gl.convert_layout(gl.where(sums == 0.0, 0.0, 1.0 / sums), gl.SliceLayout(1, O))
+
+
+@gluon.jit
+def write(acc, inverse, where, OUT, o_tile, V_PAD: gl.constexpr):
+    """The output of 64 queries, by way of shared memory and no more than 128 columns at a time."""
+    batch, head, first = where
+    inverse = gl.expand_dims(inverse, 1)
+    out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(o_tile.dtype)
     if V_PAD <= 128:
         write_part(out, batch, head, first, 0, OUT, o_tile, V_PAD)
     else:
@@ -411,7 +420,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     S: gl.constexpr = sums_of(BLOCK_N)
     O: gl.constexpr = sums_of(V_PAD)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    k_buffers, v_buffers, k_ready, v_ready = ring
+    _, v_buffers, _, v_ready = ring
     next_tile, next_ready = following
     EXTRA = table[1]
     q_len, kv_len, scale = sizes
@@ -427,7 +436,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
     probs = gl.zeros([QUERIES, BLOCK_N], v_buffers.dtype, S)
     correction = gl.full([QUERIES], 1.0, gl.float32, R)
-    peak, total, top = none, nothing, none
+    inverse = gl.full([QUERIES], 0.0, gl.float32, gl.SliceLayout(1, O))
     at = 0
     turn = 0
     while tile < total_tiles:
@@ -448,15 +457,15 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         _, first_full, _, _ = tiles.first_span(line, FULL)
         _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
         block = gl.where(is_partial, first_partial, first_full)
-        acc, probs, correction, new_peak, new_total, new_top, at = take(
+        acc, probs, correction, peak, total, top, at = take(
             scores, acc, none, nothing, none, at, block, ring, place, caps, FIRST, SCORE_MOD, MASK_MOD, V_PAD, BLOCK_N, WARPGROUPS,
             FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         if turn > 0:
-            write(acc, peak, total, top, where, OUT, LSE, MAX, o_tile, steps[0], q_len, V_PAD, BLOCK_N, WANT_MAX)
+            write(acc, inverse, where, OUT, o_tile, V_PAD)
 
         # all others
-        state = (gl.zeros([QUERIES, V_PAD], gl.float32, O), probs, correction, new_peak, new_total, new_top, at)
+        state = (gl.zeros([QUERIES, V_PAD], gl.float32, O), probs, correction, peak, total, top, at)
         state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
                       BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
         skipped = gl.where(is_partial, 0, 1)
@@ -464,6 +473,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
                       BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
         acc, probs, correction, peak, total, top, at = state
         where = (batch, head, first)
+        inverse = write_rows(peak, total, top, where, LSE, MAX, steps[0], q_len, O, WANT_MAX)
 
         # the next tile of queries
         slot, slot_phase = buffer_of(turn)
@@ -479,7 +489,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     mbarrier.wait(v_ready.index(buffer), phase)
     acc = issue_values(probs, acc, v_buffers, buffer, BLOCK_N, V_PAD)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    write(acc, peak, total, top, where, OUT, LSE, MAX, o_tile, steps[0], q_len, V_PAD, BLOCK_N, WANT_MAX)
+    write(acc, inverse, where, OUT, o_tile, V_PAD)
     tma.store_wait(0)
 
 
@@ -488,7 +498,8 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
                              QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
-                             BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+                             BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
+                             WANT_MAX: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
     before, and 0 after."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
