@@ -190,7 +190,7 @@ class _Tapes:
 
     def bounds(self, position: int) -> list[Any]:
         """must and may of each stretch [groups, stretches]; and where stretches may be alike, of each comparison that differs."""
-        return [np.broadcast_to(x, self.shape) for x in self.box(q_idx=np.int64(position))]
+        return [np.broadcast_to(x, self.shape) for x in self.box(q_idx=np.array(position))]
 
     def kinds(self, ends: list[Any], stretches: Any) -> Any:
         """A number for each stretch, counted through all groups, the same for those that are alike; -1 where nothing is known."""
@@ -204,7 +204,7 @@ class _Tapes:
 
     def kept(self, position: int, group: Any, keys: Any) -> Any:
         """The mask at keys [n, stretch] of n groups."""
-        found = self.point(b=self.b[group], h=self.h[group], q_idx=np.int64(position), kv_idx=keys)[0]
+        found = self.point(b=self.b[group], h=self.h[group], q_idx=np.array(position), kv_idx=keys)[0]
         return np.broadcast_to(found, keys.shape)
 
 
@@ -249,7 +249,7 @@ class _Equality:
         self.asked += 1
         if self.asked == 1 or len(self.table.data) < self.kv_len:
             return None
-        q = np.int64(position)
+        q = np.array(position)
         keys = self.table.positions(int(self.value(q_idx=q)[0]), self.kv_len)
         kept = self.rest(q_idx=q, kv_idx=keys)[0]
         keys = keys[kept] if np.ndim(kept) else keys if kept else keys[:0]
@@ -298,8 +298,11 @@ def _edges(kept: Any) -> tuple[Any, Any, Any]:
 
 def _joined(found: list[_Piece], dtype: Any) -> Edges:
     """Disjoint runs in order; those that touch are one."""
-    pieces = sorted((*piece.ends(), piece) for piece in found if len(piece.starts))
-    ends = np.cumsum([0, *(piece.many() for _, _, piece in pieces)]).tolist()
+    found = [piece for piece in found if len(piece.starts)]
+    if len(found) == 1 and found[0].origins is None:
+        return _without_touching(found[0].starts, found[0].stops)
+    pieces = sorted(((*piece.ends(), piece) for piece in found), key=lambda known: known[0])
+    ends = list(itertools.accumulate((piece.many() for _, _, piece in pieces), initial=0))
     start, stop = np.empty(ends[-1], dtype), np.empty(ends[-1], dtype)
     for (_, _, piece), at, to in zip(pieces, ends[:-1], ends[1:], strict=True):
         piece.write(start[at:to], False)
@@ -310,6 +313,11 @@ def _joined(found: list[_Piece], dtype: Any) -> Edges:
         stop.sort()
     elif min(apart, default=1) > 0 and not any(piece.may_touch for _, _, piece in pieces):
         return start, stop
+    return _without_touching(start, stop)
+
+
+def _without_touching(start: Any, stop: Any) -> Edges:
+    """Runs in order, those that touch as one."""
     gap = start[1:] != stop[:-1]
     if gap.all():
         return start, stop

@@ -104,7 +104,8 @@ class Tape:
     def _step(self, node: Expr) -> Step:
         numpy_type: Any = np.bool_ if node.dtype == torch.bool else np.int64
         if node.op in ("const", "num"):
-            return _always(numpy_type(node.attr if node.op == "const" else self._tables.binding.numbers[node.attr]))
+            value = node.attr if node.op == "const" else self._tables.binding.numbers[node.attr]
+            return _always(np.array(value, numpy_type))  # which ufuncs take faster than a scalar
         if node.op == "cast":
             return lambda x: x.astype(numpy_type)
         if node.op == "load":

@@ -26,8 +26,8 @@ BUILDERS = ("block_map", "fill", "order", "ranges")  # tests/codegen/test_compil
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes of shared memory, registers a thread, bytes stored by spills, ptxas's notes of serialised wgmma, bytes of the stack that spills
-    need (what the launcher looks at), and the binary."""
+    """Bytes of shared memory, registers a thread, bytes stored by spills, ptxas's notes of serialised wgmma, bytes of the stack that
+    spills need (what the launcher looks at), and the binary."""
 
     shared: int
     registers: int

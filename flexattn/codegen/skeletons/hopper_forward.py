@@ -420,7 +420,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     S: gl.constexpr = sums_of(BLOCK_N)
     O: gl.constexpr = sums_of(V_PAD)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    _, v_buffers, _, v_ready = ring
+    v_buffers, v_ready = ring[1], ring[3]
     next_tile, next_ready = following
     EXTRA = table[1]
     q_len, kv_len, scale = sizes
