@@ -190,7 +190,7 @@ class _Tapes:
 
     def bounds(self, position: int) -> list[Any]:
         """must and may of each stretch [groups, stretches]; and where stretches may be alike, of each comparison that differs."""
-        return [np.broadcast_to(x, self.shape) for x in self.box(q_idx=np.array(position))]
+        return [_shaped(x, self.shape) for x in self.box(q_idx=np.array(position))]
 
     def kinds(self, ends: list[Any], stretches: Any) -> Any:
         """A number for each stretch, counted through all groups, the same for those that are alike; -1 where nothing is known."""
@@ -205,7 +205,7 @@ class _Tapes:
     def kept(self, position: int, group: Any, keys: Any) -> Any:
         """The mask at keys [n, stretch] of n groups."""
         found = self.point(b=self.b[group], h=self.h[group], q_idx=np.array(position), kv_idx=keys)[0]
-        return np.broadcast_to(found, keys.shape)
+        return _shaped(found, keys.shape)
 
 
 def _other_ends(finder: RowFinder) -> list[Expr] | None:
@@ -279,6 +279,11 @@ def _equality(body: Expr) -> tuple[Expr, Expr, Expr] | None:
     return None
 
 
+def _shaped(values: Any, shape: tuple[int, int]) -> Any:
+    """Values over a shape; that they have its size is seen sooner than they are broadcast."""
+    return values.reshape(shape) if values.size == shape[0] * shape[1] else np.broadcast_to(values, shape)
+
+
 def _stretch(traced: Traced, kv_len: int) -> int:
     """About the square root of a length, and a multiple of what keys are divided by, so that a mask may repeat."""
     least = max(LEAST_STRETCH, 1 << (kv_len.bit_length() // 2))
@@ -299,8 +304,12 @@ def _edges(kept: Any) -> tuple[Any, Any, Any]:
 def _joined(found: list[_Piece], dtype: Any) -> Edges:
     """Disjoint runs in order; those that touch are one."""
     found = [piece for piece in found if len(piece.starts)]
-    if len(found) == 1 and found[0].origins is None:
-        return _without_touching(found[0].starts, found[0].stops)
+    if all(piece.origins is None for piece in found):
+        edges = [(piece.starts, piece.stops) for piece in found] or [(np.zeros(0, dtype), np.zeros(0, dtype))]
+        start, stop = (np.concatenate(x) if len(x) > 1 else x[0] for x in zip(*edges, strict=True))
+        if (start[1:] < start[:-1]).any():
+            start, stop = np.sort(start), np.sort(stop)
+        return _without_touching(start, stop)
     pieces = sorted(((*piece.ends(), piece) for piece in found), key=lambda known: known[0])
     ends = list(itertools.accumulate((piece.many() for _, _, piece in pieces), initial=0))
     start, stop = np.empty(ends[-1], dtype), np.empty(ends[-1], dtype)

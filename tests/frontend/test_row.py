@@ -165,3 +165,16 @@ def test_rows_that_repeat_from_stretch_to_stretch(name: str) -> None:
         kind = finder.tapes.kinds(ends, undecided)
         copied += len(undecided) - len(finder._copied(position, undecided, kind)[1])
     assert copied > 7
+
+
+def test_copies_between_one_another_are_put_in_order() -> None:
+    """Kinds that alternate, or whose last run touches the first one of the next stretch."""
+    for rule in (
+        lambda b, h, q, k: ((q - k) % 4 == 0) & ((k // 64) % 2 == 0) | ((k - q) % 3 == 1) & ((k // 64) % 3 == 1),
+        lambda b, h, q, k: ((k % 64 < 9) | (k % 64 > 50)) & (k <= q),
+        lambda b, h, q, k: ((k % 64 > 50) & ((k // 64) % 2 == 0)) | ((k % 64 < 9) & ((k // 64) % 2 == 1)),
+    ):
+        for length in (1024, 1001):
+            mask, want = create_block_mask(rule, None, None, length, length, "cpu"), brute(rule, 1, 1, length, length)
+            for position in (0, 64, 200, 777, 1000):
+                check(mask.row(position), want[:, :, position])
