@@ -199,7 +199,7 @@ def shared_of(spec: KernelSpec) -> int:
     return int(module.get_int_attr("ttg.shared"))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def most_shared(spec: KernelSpec) -> int:
     """What the layout of q, k and v that takes the most takes: the choice of tiles does not know them."""
     plain = replace(spec, layouts=(TensorLayout(spec.layouts[0].dtype, False, False),) * 4)
