@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.codegen.hopper_tiles import query_buffers
-from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text
+from flexattn.codegen.leaves import has_slope, leaf_functions, leaf_name, leaf_text
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import padded, tile_dims
 from flexattn.frontend.zones import zones
@@ -23,6 +23,8 @@ _SKELETONS = {
     "delta": ("backward", "attention_backward_delta"),
     "dq": ("backward", "attention_backward_dq"),
     "dkdv": ("backward", "attention_backward_dkdv"),
+    "hopper_backward": ("hopper_backward", "attention_backward_hopper"),
+    "hopper_dq": ("hopper_backward", "hopper_dq_results"),
     "ranges": ("block_map", "ranges"),
     "block_map": ("block_map", "block_map"),
     "fill": ("block_map", "fill"),
@@ -31,7 +33,7 @@ _SKELETONS = {
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
 _BUILDERS = ("ranges", "block_map", "fill", "order")  # of the mask builder; they know nothing of q, k and v
 MOST_TABLES, TABLE_INTS = 3, 5  # as skeletons/block_map.py has them
-WARPGROUP_ROWS = 64  # of queries, as skeletons/hopper_forward.py has them
+WARPGROUP_ROWS = 64  # of queries in skeletons/hopper_forward.py, of keys in hopper_backward.py
 _LENGTHS = {"rows": "i32", "heads": "i32", "q_len": "i32", "kv_len": "i32"}
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
@@ -143,13 +145,20 @@ class _Arguments:
         """A [batch, heads, length, dim] tensor and the tuple of its strides (batch and head always 64 bit); with a block
         of (rows, dims) it comes as a tensor descriptor."""
         step = "i64" if layout.is_wide else "i32"
-        shape = "" if block is None else f"[1, 1, {block[0]}, {block[1]}]{_shared_layout(self.spec)}"
+        shape = "" if block is None else f"[1, 1, {block[0]}, {block[1]}]"
+        shape += f",{_shared_layout(16, 4, 128)}" if shape and self.spec.is_gluon else ""
         self.types[name] = f"tensordesc<{layout.dtype}{shape}>" if shape else f"*{layout.dtype}"
         self.types[strides] = ("i64", "i64", step, step)
         if layout.is_aligned:
             divisor = 16 // (4 if layout.dtype == "fp32" else 2)
             self.aligned += [(name, None, 16)] if block is None else []
             self.aligned += [(strides, axis, divisor) for axis in range(3)]
+
+    def described(self, name: str, dtype: str, block: tuple[int, ...], swizzle: int = 128) -> None:
+        """A tensor that comes as a tensor descriptor of blocks, and no stride of it."""
+        shape = ", ".join(str(n) for n in block)
+        layout = _shared_layout(32 if dtype == "fp32" else 16, len(block), swizzle)
+        self.types[name] = f"tensordesc<{dtype}[{shape}],{layout}>"
 
     def result(self, name: str, dim: int, strides: str) -> None:
         """A tensor the launcher allocates, unit stride, in the inputs' data type."""
@@ -170,13 +179,11 @@ class _Arguments:
         self.types["caps"] = tuple(flat) or ("i32",)
 
 
-def _shared_layout(spec: KernelSpec) -> str:
+def _shared_layout(bits: int, rank: int, swizzle: int) -> str:
     """How tiles lie in shared memory, which Gluon asks and Triton finds by itself: the head dims of its kernels fill the widest
     swizzle."""
-    if not spec.is_gluon:
-        return ""
-    numbers = "swizzle_byte_width=128, element_bitwidth=16, rank=4"
-    return f",NVMMASharedLayout({numbers}, transposed=False, fp4_padded=False, cga_layout=[])"
+    numbers = f"swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={rank}"
+    return f"NVMMASharedLayout({numbers}, transposed=False, fp4_padded=False, cga_layout=[])"
 
 
 def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
@@ -188,6 +195,27 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
     )
     arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", COUNTER="*i32", scale="fp32", **_GRID, **_WALK)
     arguments.captures()
+    return arguments.types, arguments.aligned
+
+
+def _hopper_backward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments, dtype, rows = _Arguments(spec), spec.layouts[0].dtype, spec.config.BLOCK_M
+    qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
+    sides = {"Q": (rows, qk_pad), "K": (WARPGROUP_ROWS, qk_pad), "V": (WARPGROUP_ROWS, v_pad), "D_OUT": (rows, v_pad)}
+    for name, block in {**sides, "DK": sides["K"], "DV": sides["V"]}.items():
+        arguments.described(name, dtype, (1, 1, *block))
+    arguments.described("STATS", "fp32", (1, rows), swizzle=0)
+    arguments.described("DQ_SUMS", "fp32", (rows * qk_pad // 256, 128), swizzle=0)
+    arguments.plain(ROWS="*i32", EXTRA="*i32", scale="fp32", repeats="i32", q_tiles="i32", **_GRID, **_WALK)
+    arguments.captures()
+    return arguments.types, arguments.aligned
+
+
+def _hopper_dq_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    arguments.result("DQ", spec.qk_dim, "dq_strides")
+    arguments.plain(DQ_SUMS="*fp32", scale="fp32", **_GRID)
+    arguments.aligned.append(("DQ_SUMS", None, 16))
     return arguments.types, arguments.aligned
 
 
@@ -267,7 +295,7 @@ def tree_type(capture: CaptureLayout) -> str:
 
 _SIGNATURES = {
     "forward": _forward_signature, "hopper_forward": _hopper_forward_signature, "delta": _delta_signature,
-    "dq": _dq_signature, "dkdv": _dkdv_signature,
+    "dq": _dq_signature, "dkdv": _dkdv_signature, "hopper_backward": _hopper_backward_signature, "hopper_dq": _hopper_dq_signature,
     **dict.fromkeys(_BUILDERS, _builder_signature),
 }  # fmt: skip
 
@@ -282,6 +310,13 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
                 "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
+    if spec.kernel == "hopper_dq":
+        return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
+    if spec.kernel == "hopper_backward":
+        return {
+            "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "HAS_SLOPE": has_slope(spec), "QK_PAD": qk_pad, "V_PAD": v_pad,
+            "BLOCK_M": spec.config.BLOCK_M, "FOLD_SCALE": spec.fold_scale,
+        }  # fmt: skip
     if spec.kernel == "hopper_forward":
         part = qk_pad * 3 // 4  # whole columns of 64, or half a one
         qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad

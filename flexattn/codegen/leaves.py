@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
-from flexattn.codegen.regrouped import ends_of, in_base_2, one_index_a_side
+from flexattn.codegen.regrouped import ends_of, in_base_2, one_index_a_side, slope_of
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
-from flexattn.frontend.gradient import passes_gradient, score_gradient
+from flexattn.frontend.gradient import passes_gradient, score_gradient, score_slope
 from flexattn.frontend.program import Program
 from flexattn.frontend.zones import FAR, zones
 
@@ -54,7 +54,7 @@ def _spelled(text: str, words: dict[str, str]) -> str:
 
 
 def _functions(spec: KernelSpec) -> dict[str, str]:
-    if spec.kernel in ("delta", "ranges", "order"):
+    if spec.kernel in ("delta", "hopper_dq", "ranges", "order"):
         return {}
     score_arguments, mask_arguments = arguments_of(spec)
     texts: dict[str, str] = {}
@@ -64,7 +64,8 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
     if spec.is_gluon:
         lines, known = _known_lines(spec, score_arguments, mask_arguments)
         if known:
-            texts["KNOWN"] = _function("known", "b, h, q_idx, caps", lines)
+            index = "kv_idx" if spec.kernel == "hopper_backward" else "q_idx"
+            texts["KNOWN"] = _function("known", f"b, h, {index}, caps", lines)
     if spec.score is not None:
         texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, known)
     if spec.mask is not None:
@@ -99,12 +100,14 @@ def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
 def _known_lines(
     spec: KernelSpec, score_arguments: Arguments, mask_arguments: Arguments
 ) -> tuple[list[str], dict[Expr, Value]]:
-    """Lines of a function that reads what is the same for every key, once, and how the others name what it found."""
+    """Lines of a function that reads what is the same for all that a program walks (keys, or queries in the backward), once, and how
+    the others name what it found."""
+    walked = DEP_Q if spec.kernel == "hopper_backward" else DEP_KV
     lines: list[str] = []
     known: dict[Expr, Value] = {}
     for program, arguments in ((spec.score, score_arguments), (spec.mask, mask_arguments)):
         nodes = topological([program.body]) if program is not None else []
-        reads = [n for n in nodes if n.op == "load" and not n.deps & (DEP_KV | DEP_SCORE)]
+        reads = [n for n in nodes if n.op == "load" and not n.deps & (walked | DEP_SCORE)]
         printer = Printer(spec, arguments)
         values = printer.print(reads)
         lines += printer.lines
@@ -117,10 +120,16 @@ def _known_lines(
 def _score(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
     printer = Printer(spec, arguments, known)
     body = in_base_2(_regrouped(spec, program.body)) if spec.is_gluon else program.body
-    (value,) = printer.print([body])
-    result = _full(_as_float(value), body, "score")
+    roots = [body, slope_of(_regrouped(spec, score_slope(program)))] if has_slope(spec) else [body]
+    values = printer.print(roots)
+    result = ", ".join(_full(_as_float(value), root, "score") for value, root in zip(values, roots))
     given = "score, scale" if spec.is_gluon else "score"
     return _function("score_mod", f"{given}, {_INDICES}, {_captured(spec)}", [*printer.lines, f"return {result}"])
+
+
+def has_slope(spec: KernelSpec) -> bool:
+    """Whether the score function of a kernel gives its derivative, as a factor, beside the score: what both need is computed once."""
+    return spec.kernel == "hopper_backward" and spec.score is not None and not passes_gradient(spec.score)
 
 
 def _regrouped(spec: KernelSpec, body: Expr) -> Expr:

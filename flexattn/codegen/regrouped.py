@@ -145,6 +145,11 @@ def in_base_2(body: Expr) -> Expr:
     return _times(convert(body, torch.float32), const(math.log2(math.e), torch.float32))
 
 
+def slope_of(body: Expr) -> Expr:
+    """The derivative of a score program, over products of query and key and the variable `scale`."""
+    return _times(convert(body, torch.float32), _ONE)
+
+
 def _product(a: Expr, b: Expr) -> Expr:
     return b if a is _ONE else a if b is _ONE else make("mul", a, b)
 
@@ -187,4 +192,4 @@ def _raw(node: Expr) -> Expr:
     return rebuild(node, [_raw(a) for a in node.args])
 
 
-__all__ = ["Ends", "ends_of", "in_base_2", "one_index_a_side"]
+__all__ = ["Ends", "ends_of", "in_base_2", "one_index_a_side", "slope_of"]

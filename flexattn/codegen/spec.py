@@ -70,7 +70,8 @@ class CaptureLayout(NamedTuple):
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    kernel: str  # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv'; of masks 'ranges', 'block_map', 'fill', 'order'
+    kernel: str  # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq'; of masks 'ranges',
+    # 'block_map', 'fill', 'order'
     target: Target
     config: TileConfig
     qk_dim: int
@@ -124,7 +125,7 @@ class KernelSpec:
     @property
     def is_gluon(self) -> bool:
         """Whether the kernel says where each element lies: its skeleton is written in Gluon."""
-        return self.kernel == "hopper_forward"
+        return self.kernel in ("hopper_forward", "hopper_backward")
 
     @property
     def dialect(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexattn.frontend.expr import DEP_SCORE, Expr, const, convert, make, topological, var
+from flexattn.frontend.expr import DEP_SCORE, Expr, const, convert, fold, make, rebuild, topological, var
 from flexattn.frontend.ops import OPS
 from flexattn.frontend.program import Program
 from flexattn.frontend.simplify import simplify
@@ -78,6 +78,15 @@ def score_gradient(program: Program) -> ScoreGradient:
         CaptureGradient(int(n.attr[0]), n, simplify(upstream[n])) for n in order if n.op == "load" and n in upstream
     )
     return ScoreGradient(d_score, found)
+
+
+@lru_cache(maxsize=1024)
+def score_slope(program: Program) -> Expr:
+    """d modified score / d score, the factor of `grad` in d_score."""
+    one = const(1.0, program.body.dtype)
+    is_grad = lambda node: node.op == "var" and node.attr == "grad"
+    (slope,) = fold([score_gradient(program).d_score], lambda node, args: one if is_grad(node) else rebuild(node, args))
+    return simplify(slope)
 
 
 def _gradient_dtype(x: Expr) -> torch.dtype:

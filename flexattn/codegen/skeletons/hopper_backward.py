@@ -1,0 +1,417 @@
+"""Backward attention kernel for Hopper in Gluon: all of dq, dk and dv in one walk over the queries of each tile of keys.
+
+Reads q, k, v, d_out, the pre-pass's row statistics and the transposed span table; makes dk and dv, and float32 sums of dq that
+`hopper_dq_results` turns into dq.
+
+The ideas, each for one reason:
+  columns    a program owns 128 keys and walks their queries, over every query head and batch entry that shares these keys, so dk and
+             dv stay in registers until they are done; two warpgroups have 64 keys each.
+  transposed scores are [keys, queries]: probabilities and their gradients are then, as they are, the register operands of dv and dk.
+  exchange   dq of a tile of queries is a sum over all keys: each warpgroup puts its gradients of scores into shared memory and
+             multiplies a part of dq (half of the dimensions, or half of the queries) by what both have put there.
+  addition   that part goes to shared memory in the order in which registers hold it, and a warp of its own has the hardware add
+             it to the sums in global memory, which keep that order: no conflicts, no addresses, no wait.
+  statistics rows' log-sums and deltas come with the tiles, by the same copies; rows past the end have log-sum +inf there, which
+             makes their probabilities 0.
+  releases   "this buffer is free" is an arrival at a named barrier, as in the forward.
+The order of additions to dq is not the same in every run: where that is asked for, the portable kernels serve.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flexattn.codegen.skeletons import softmax, tiles
+from flexattn.codegen.skeletons.hopper_forward import (
+    barrier_arrive,
+    barrier_wait,
+    buffer_of,
+    copy_in,
+    copy_out,
+    further_span,
+    opaque,
+    sums_of,
+)
+
+KEYS = gl.constexpr(64)  # of one warpgroup
+FULL = gl.constexpr(0)
+PARTIAL = gl.constexpr(1)
+# Named barriers and who comes to them; Triton itself takes one for each of the five roles and one more.
+EXCHANGE = gl.constexpr(6)  # + 2 * (position of the tile, modulo 2) + warpgroup: its gradients are there; both warpgroups
+SUM_READY = gl.constexpr(10)  # + warpgroup: its part of dq is there; the warpgroup and its adding warp
+SUM_FREE = gl.constexpr(12)  # + warpgroup: that part has been read; the same
+TILE_FREE = gl.constexpr(14)  # + buffer: its queries have been read; both warpgroups and the copying warp
+ADDERS = gl.constexpr(128 + 32)
+EVERYBODY = gl.constexpr(2 * 128 + 32)
+
+
+# ---------------------------------------------------------------- what Gluon has no word for
+if hasattr(tma, "async_atomic_add"):  # since Triton 3.7
+    add_out = tma.async_atomic_add
+else:
+
+    @builtin
+    def add_out(tensor_desc, coord, src, _semantic=None):
+        """Adds a tile in shared memory to one in global memory: copy_out with a sum."""
+        from triton._C.libtriton import ir
+
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+# ---------------------------------------------------------------- layouts
+@gluon.constexpr_function
+def register_order(columns):
+    """[64, columns] in shared memory as a warpgroup's registers hold a product: four of each thread, thread by thread, then the
+    next four."""
+    rest = [[0, 8 << n] for n in range((columns // 8).bit_length() - 1)]
+    four, threads = [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
+    return gl.SharedLinearLayout([*four, *threads, *rest], [], 128)
+
+
+@gluon.constexpr_function
+def part_of(BLOCK_M, QK_PAD):
+    """Dimensions of a warpgroup's part of dq: of 64 queries half of them, of 128 all of them for its own 64 queries."""
+    return QK_PAD // 2 if BLOCK_M == 64 else QK_PAD
+
+
+# ---------------------------------------------------------------- walking
+@gluon.jit
+def row_of(repeat, column, table, steps):
+    """(batch, query head, their pair, pointer to the table's row) of one that shares a column's keys."""
+    ROWS, _, lines, batch_step, head_step = table
+    kv_batch, kv_head, rank, _ = column
+    q_heads, group, _, _ = steps
+    batch = kv_batch + repeat // group
+    head = kv_head * group + repeat % group
+    return batch, head, batch * q_heads + head, tiles.table_line(ROWS, batch, head, rank, lines, batch_step, head_step)
+
+
+@gluon.jit
+def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexpr):
+    """Copies a tile of queries, their output's gradients and their statistics to a buffer, once that is free."""
+    q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
+    Q_BYTES: gl.constexpr = Q.block_type.nbytes + STATS.block_type.nbytes
+    D_OUT_BYTES: gl.constexpr = D_OUT.block_type.nbytes + STATS.block_type.nbytes
+    buffer, _ = buffer_of(at)
+    first = block * BLOCK_M
+    if at >= 2:
+        barrier_wait(TILE_FREE + buffer, EVERYBODY)
+    mbarrier.expect(q_ready.index(buffer), Q_BYTES)
+    copy_in(Q, [batch, head, first, 0], q_ready.index(buffer), q_buffers.index(buffer))
+    copy_in(STATS, [0, row + first], q_ready.index(buffer), lse_buffers.index(buffer))
+    mbarrier.expect(d_out_ready.index(buffer), D_OUT_BYTES)
+    copy_in(D_OUT, [batch, head, first, 0], d_out_ready.index(buffer), d_out_buffers.index(buffer))
+    copy_in(STATS, [1, row + first], d_out_ready.index(buffer), delta_buffers.index(buffer))
+
+
+@gluon.jit
+def put_spans(Q, D_OUT, STATS, ring, line, EXTRA, batch, head, row, at, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Copies all tiles of one kind."""
+    spans, start, stop, more = tiles.first_span(line, KIND)
+    for span in range(spans):
+        start, stop = further_span(EXTRA, more, span, start, stop)
+        for block in range(start, stop):
+            put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M)
+            at += 1
+    return at
+
+
+@gluon.jit
+def produce(Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M: gl.constexpr):
+    """The copying warp: the column's keys and values, then its queries."""
+    k_tiles, v_tiles, k_ready, v_ready = own
+    kv_batch, kv_head, _, first = column
+    mbarrier.expect(k_ready, 2 * K.block_type.nbytes)
+    for half in gl.static_range(2):
+        copy_in(K, [kv_batch, kv_head, first + half * KEYS, 0], k_ready, k_tiles.index(half))
+    mbarrier.expect(v_ready, 2 * V.block_type.nbytes)
+    for half in gl.static_range(2):
+        copy_in(V, [kv_batch, kv_head, first + half * KEYS, 0], v_ready, v_tiles.index(half))
+    at = 0
+    for repeat in range(steps[2]):
+        batch, head, pair, line = row_of(repeat, column, table, steps)
+        row = pair * steps[3] * BLOCK_M
+        at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, PARTIAL, BLOCK_M)
+        at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, FULL, BLOCK_M)
+
+
+# ---------------------------------------------------------------- the adding warps
+@gluon.jit
+def add_spans(GROUP: gl.constexpr, DQ_SUMS, part, line, EXTRA, tile, KIND: gl.constexpr):
+    """Adds the parts of all tiles of one kind."""
+    ROWS: gl.constexpr = DQ_SUMS.block_type.shape[0]
+    spans, start, stop, more = tiles.first_span(line, KIND)
+    for span in range(spans):
+        start, stop = further_span(EXTRA, more, span, start, stop)
+        for block in range(start, stop):
+            barrier_wait(SUM_READY + GROUP, ADDERS)
+            add_out(DQ_SUMS, [((tile + block) * 2 + GROUP) * ROWS, 0], part)
+            tma.store_wait(0)
+            barrier_arrive(SUM_FREE + GROUP, ADDERS)
+
+
+@gluon.jit
+def add(GROUP: gl.constexpr, DQ_SUMS, dq_parts, column, table, steps):
+    """One warpgroup's adding warp."""
+    part = dq_parts.index(GROUP)
+    barrier_arrive(SUM_FREE + GROUP, ADDERS)
+    for repeat in range(steps[2]):
+        _, _, pair, line = row_of(repeat, column, table, steps)
+        add_spans(GROUP, DQ_SUMS, part, line, table[1], pair * steps[3], PARTIAL)
+        add_spans(GROUP, DQ_SUMS, part, line, table[1], pair * steps[3], FULL)
+
+
+# ---------------------------------------------------------------- scores
+@gluon.jit
+def by_query(buffer, S: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A tile's statistics [BLOCK_M] as columns of its scores."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    values = buffer._reinterpret(gl.float32, [BLOCK_M], plain).load(gl.SliceLayout(0, S))
+    return gl.expand_dims(values, 0)
+
+
+@gluon.jit
+def exponents(scores, lse, block, place, sizes, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+              HAS_SLOPE: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+    """(exponents of probabilities in base 2, slopes of the modified scores, or the exponents again where those are 1)."""
+    S: gl.constexpr = sums_of(BLOCK_M)
+    batch, head, kv_idx, known = place
+    q_len, kv_len, scale = sizes
+    if SCORE_MOD is not None or KIND == PARTIAL:
+        q_idx = gl.expand_dims(opaque(block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))), 0)
+    if SCORE_MOD is None:
+        factor = softmax.factor_of(scale, FOLD_SCALE)
+        found = softmax.natural_scores(scores, scale, FOLD_SCALE) * factor
+        slope = found
+    elif HAS_SLOPE:
+        found, slope = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
+    else:
+        found = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
+        slope = found
+    found = found - lse
+    if KIND == PARTIAL:
+        end = kv_len
+        if SCORE_MOD is not None:  # which may be NaN where there is no query
+            end = gl.where(q_idx < q_len, kv_len, 0)
+        if MASK_MOD is not None:  # of keys before `end`
+            keep = MASK_MOD(batch, head, q_idx, kv_idx, end, caps, known)
+        else:
+            keep = kv_idx < end
+        found = gl.where(keep, found, float("-inf"))
+    return found, slope
+
+
+@gluon.jit
+def score_gradient(probs, d_probs, delta, MAY_BE_OFF: gl.constexpr):
+    """Gradient of scores; exactly 0 where a score did not count, whatever v holds there."""
+    grad = probs * (d_probs - delta)
+    if MAY_BE_OFF:
+        grad = gl.where(probs == 0.0, 0.0, grad)
+    return grad
+
+
+# ---------------------------------------------------------------- the working warpgroups
+@gluon.jit
+def issue_part(GROUP: gl.constexpr, FROM: gl.constexpr, dq, d_scores, k_tiles, QK_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
+               IS_FIRST: gl.constexpr):
+    """Starts warpgroup GROUP's part of dq, as far as it comes from the keys of warpgroup FROM."""
+    PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
+    keys = k_tiles.index(FROM).reshape([KEYS, QK_PAD])
+    if BLOCK_M == 64:
+        return warpgroup_mma(
+            d_scores.permute((1, 0)), keys.slice(GROUP * PART, PART, dim=1), dq, use_acc=not IS_FIRST, is_async=True
+        )
+    else:
+        mine = d_scores.slice(GROUP * 64, 64, dim=1).permute((1, 0))
+        return warpgroup_mma(mine, keys, dq, use_acc=not IS_FIRST, is_async=True)
+
+
+@gluon.jit
+def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+         SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+         BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+    """One tile of queries: scores and gradients of probabilities, then dv, this warpgroup's part of dq, and dk."""
+    S: gl.constexpr = sums_of(BLOCK_M)
+    PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
+    k_tiles, v_tiles, _, _ = own
+    q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
+    d_scores, dq_parts = shared
+    buffer, phase = buffer_of(at)
+    turn = 2 * buffer
+    q = q_buffers.index(buffer).reshape([BLOCK_M, QK_PAD])
+    d_out = d_out_buffers.index(buffer).reshape([BLOCK_M, V_PAD])
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
+    mbarrier.wait(q_ready.index(buffer), phase)
+    keys = k_tiles.index(GROUP).reshape([KEYS, QK_PAD])
+    scores = warpgroup_mma(keys, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(d_out_ready.index(buffer), phase)
+    values = v_tiles.index(GROUP).reshape([KEYS, V_PAD])
+    d_probs = warpgroup_mma(values, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = by_query(lse_buffers.index(buffer), S, BLOCK_M)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    found, slope = exponents(scores, lse, block, place, sizes, caps, KIND, SCORE_MOD, MASK_MOD, HAS_SLOPE, BLOCK_M, FOLD_SCALE)
+    probs = gl.exp2(found)
+    operand = gl.convert_layout(probs.to(q_buffers.dtype), gl.DotOperandLayout(0, sums_of(V_PAD), k_width=2))
+    if HAS_SLOPE:
+        probs = gl.where(probs == 0.0, 0.0, probs * slope)
+    delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
+    d_probs = warpgroup_mma_wait(0, deps=[d_probs])
+    grad = score_gradient(probs, d_probs, delta, KIND == PARTIAL or HAS_SLOPE).to(q_buffers.dtype)
+    mine = d_scores.index(turn + GROUP)
+    mine.store(grad)
+    grad = gl.convert_layout(grad, gl.DotOperandLayout(0, sums_of(QK_PAD), k_width=2))
+    dv = warpgroup_mma(operand, d_out, dv, is_async=True)
+    fence_async_shared()
+    barrier_arrive(EXCHANGE + turn + GROUP, 256)
+    dq = gl.zeros([64, PART], gl.float32, sums_of(PART))
+    dq = issue_part(GROUP, GROUP, dq, mine, k_tiles, QK_PAD, BLOCK_M, True)
+    barrier_wait(EXCHANGE + turn + 1 - GROUP, 256)
+    dq = issue_part(GROUP, 1 - GROUP, dq, d_scores.index(turn + 1 - GROUP), k_tiles, QK_PAD, BLOCK_M, False)
+    dk = warpgroup_mma(grad, q, dk, is_async=True)
+    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+    barrier_wait(SUM_FREE + GROUP, ADDERS)
+    dq_parts.index(GROUP)._reinterpret(gl.float32, [64, PART], register_order(PART)).store(dq)
+    fence_async_shared()
+    barrier_arrive(SUM_READY + GROUP, ADDERS)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    barrier_arrive(TILE_FREE + buffer, EVERYBODY)
+    return dk, dv
+
+
+@gluon.jit
+def sweep(dk, dv, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+          BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+    """Every tile of one kind."""
+    spans, start, stop, more = tiles.first_span(line, KIND)
+    for span in range(spans):
+        start, stop = further_span(EXTRA, more, span, start, stop)
+        for block in range(start, stop):
+            dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, HAS_SLOPE,
+                          QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+            at += 1
+    return dk, dv, at
+
+
+@gluon.jit
+def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
+    """One warpgroup's rows of a result, by way of a tile in shared memory that nobody reads any more."""
+    tile.reshape([KEYS, PAD]).store(values.to(tile.dtype))
+    fence_async_shared()
+    copy_out(RESULT, [batch, head, first, 0], tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
+            MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, HAS_SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+            BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+    """One warpgroup: 64 keys, from their first queries to dk and dv. Where there are no queries those are 0."""
+    _, v_tiles, k_ready, v_ready = own
+    kv_batch, kv_head, _, first = column
+    first += GROUP * KEYS
+    kv_idx = gl.expand_dims(first + gl.arange(0, KEYS, gl.SliceLayout(1, sums_of(BLOCK_M))), 1)
+    dk = gl.zeros([KEYS, QK_PAD], gl.float32, sums_of(QK_PAD))
+    dv = gl.zeros([KEYS, V_PAD], gl.float32, sums_of(V_PAD))
+    mbarrier.wait(k_ready, 0)
+    mbarrier.wait(v_ready, 0)
+    at = 0
+    for repeat in range(steps[2]):
+        batch, head, _, line = row_of(repeat, column, table, steps)
+        known = caps
+        if KNOWN is not None:  # captured values that are the same for every query
+            known = KNOWN(batch, head, kv_idx, caps)
+        place = (batch, head, kv_idx, known)
+        dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD,
+                           HAS_SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+        dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, FULL, SCORE_MOD, MASK_MOD,
+                           HAS_SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+    tile = v_tiles.index(GROUP)  # only this warpgroup reads it
+    write(DV, dv, tile, kv_batch, kv_head, first, V_PAD)
+    write(DK, dk * sizes[2], tile, kv_batch, kv_head, first, QK_PAD)
+
+
+@gluon.jit
+def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTRA, caps, scale, q_heads, group, repeats, q_len,
+                              kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: gl.constexpr,
+                              MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, HAS_SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
+                              V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+    """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs.
+
+    STATS [2, query pairs * q_tiles * BLOCK_M]: log-sums and deltas of rows. DQ_SUMS, 0 before: for each (batch, query head) pair and
+    tile of queries, the parts of both warpgroups in the order of registers, in rows of 128."""
+    gl.static_assert(QK_PAD == V_PAD, "dk is written by way of the values' tile")
+    q_pair, rank = tiles.locate(gl.program_id(0), pairs, lines, swizzle)
+    kv_heads = q_heads // group
+    kv_batch = q_pair // kv_heads
+    kv_head = q_pair % kv_heads
+    line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
+    first = gl.load(line) * (2 * KEYS)
+    k_tiles = gl.allocate_shared_memory(K.dtype, [2, 1, 1, KEYS, QK_PAD], K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [2, 1, 1, KEYS, V_PAD], V.layout)
+    q_buffers = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, BLOCK_M, QK_PAD], Q.layout)
+    d_out_buffers = gl.allocate_shared_memory(D_OUT.dtype, [2, 1, 1, BLOCK_M, V_PAD], D_OUT.layout)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
+    D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
+    d_scores = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], D_SCORES)
+    dq_parts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * QK_PAD // 256, 128], DQ_SUMS.layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    d_out_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_ready, count=1)
+    mbarrier.init(v_ready, count=1)
+    for buffer in gl.static_range(2):
+        mbarrier.init(q_ready.index(buffer), count=1)
+        mbarrier.init(d_out_ready.index(buffer), count=1)
+    fence_async_shared()
+    own = (k_tiles, v_tiles, k_ready, v_ready)
+    ring = (q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready)
+    shared = (d_scores, dq_parts)
+    column = (kv_batch, kv_head, rank, first)
+    table = (ROWS, EXTRA, lines, batch_step, head_step)
+    steps = (q_heads, group, repeats, q_tiles)
+    sizes = (q_len, kv_len, scale)
+    gl.warp_specialize([
+        (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, HAS_SLOPE, QK_PAD,
+                   V_PAD, BLOCK_M, FOLD_SCALE)),
+        (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, HAS_SLOPE, QK_PAD,
+                   V_PAD, BLOCK_M, FOLD_SCALE)),
+        (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
+        (add, (0, DQ_SUMS, dq_parts, column, table, steps)),
+        (add, (1, DQ_SUMS, dq_parts, column, table, steps)),
+    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+
+
+# ---------------------------------------------------------------- the post-pass
+@triton.jit
+def hopper_dq_results(DQ_SUMS, DQ, dq_strides, scale, q_heads, q_len, pairs, lines, QK_DIM: tl.constexpr, QK_PAD: tl.constexpr,
+                      BLOCK_M: tl.constexpr):
+    """dq of a tile of queries from its sums; grid: pairs * lines programs, `lines` tiles of each (batch, query head) pair."""
+    pair = tl.program_id(0) // lines
+    tile = tl.program_id(0) % lines
+    row = tl.arange(0, BLOCK_M)[:, None]
+    dim = tl.arange(0, QK_PAD)[None, :]
+    if BLOCK_M == 64:
+        group = dim // (QK_PAD // 2)
+        dim = dim % (QK_PAD // 2)
+    else:
+        group = row // 64
+        row = row % 64
+    four = (dim & 1) + ((row >> 3) & 1) * 2
+    thread = ((dim >> 1) & 3) + (row & 7) * 4 + (row >> 4) * 32
+    at = group * (BLOCK_M * QK_PAD // 2) + four + thread * 4 + (dim >> 3) * 512
+    sums = tl.load(DQ_SUMS + tl.program_id(0).to(tl.int64) * (BLOCK_M * QK_PAD) + at)
+    tiles.store_tile(DQ, dq_strides, pair // q_heads, pair % q_heads, tile * BLOCK_M, q_len, sums * scale, BLOCK_M, QK_DIM, QK_PAD)
