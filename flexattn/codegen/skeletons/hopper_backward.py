@@ -69,6 +69,13 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
 
 
+@gluon.jit
+def nothing(at):
+    """0, of which the compiler knows only that it changes with `at`: what is addressed with it is not kept in registers around a
+    loop."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [gl.to_tensor(at)], dtype=gl.int32, is_pure=True, pack=1)
+
+
 # ---------------------------------------------------------------- layouts
 @gluon.constexpr_function
 def register_order(columns):
@@ -223,11 +230,11 @@ def score_gradient(probs, d_probs, delta, MAY_BE_OFF: gl.constexpr):
 
 # ---------------------------------------------------------------- the working warpgroups
 @gluon.jit
-def issue_part(GROUP: gl.constexpr, FROM: gl.constexpr, dq, d_scores, k_tiles, QK_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
+def issue_part(GROUP: gl.constexpr, from_group, dq, d_scores, k_tiles, QK_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
                IS_FIRST: gl.constexpr):
-    """Starts warpgroup GROUP's part of dq, as far as it comes from the keys of warpgroup FROM."""
+    """Starts warpgroup GROUP's part of dq, as far as it comes from the keys of one warpgroup."""
     PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
-    keys = k_tiles.index(FROM).reshape([KEYS, QK_PAD])
+    keys = k_tiles.index(from_group).reshape([KEYS, QK_PAD])
     if BLOCK_M == 64:
         return warpgroup_mma(
             d_scores.permute((1, 0)), keys.slice(GROUP * PART, PART, dim=1), dq, use_acc=not IS_FIRST, is_async=True
@@ -253,10 +260,11 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     d_out = d_out_buffers.index(buffer).reshape([BLOCK_M, V_PAD])
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
     mbarrier.wait(q_ready.index(buffer), phase)
-    keys = k_tiles.index(GROUP).reshape([KEYS, QK_PAD])
+    here = nothing(at)
+    keys = k_tiles.index(here + GROUP).reshape([KEYS, QK_PAD])
     scores = warpgroup_mma(keys, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(d_out_ready.index(buffer), phase)
-    values = v_tiles.index(GROUP).reshape([KEYS, V_PAD])
+    values = v_tiles.index(here + GROUP).reshape([KEYS, V_PAD])
     d_probs = warpgroup_mma(values, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
     lse = by_query(lse_buffers.index(buffer), S, BLOCK_M)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -275,9 +283,9 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     fence_async_shared()
     barrier_arrive(EXCHANGE + turn + GROUP, 256)
     dq = gl.zeros([64, PART], gl.float32, sums_of(PART))
-    dq = issue_part(GROUP, GROUP, dq, mine, k_tiles, QK_PAD, BLOCK_M, True)
+    dq = issue_part(GROUP, here + GROUP, dq, mine, k_tiles, QK_PAD, BLOCK_M, True)
     barrier_wait(EXCHANGE + turn + 1 - GROUP, 256)
-    dq = issue_part(GROUP, 1 - GROUP, dq, d_scores.index(turn + 1 - GROUP), k_tiles, QK_PAD, BLOCK_M, False)
+    dq = issue_part(GROUP, here + 1 - GROUP, dq, d_scores.index(turn + 1 - GROUP), k_tiles, QK_PAD, BLOCK_M, False)
     dk = warpgroup_mma(grad, q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
     barrier_wait(SUM_FREE + GROUP, ADDERS)
