@@ -232,7 +232,7 @@ def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int |
     arguments = _Arguments(spec)
     arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.tensor("D_OUT", spec.layouts[3], "d_out_strides")
-    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", **_GRID)
+    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", row_step="i32", **_GRID)
     return arguments.types, arguments.aligned
 
 

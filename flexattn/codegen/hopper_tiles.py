@@ -1,4 +1,4 @@
-"""Tiles of the forward kernel for Hopper, and whether it can serve a call: reads facts of a call, makes a short list.
+"""Tiles of the kernels for Hopper, and whether they can serve a call: reads facts of a call, makes a short list.
 
 The idea: 64 queries a warpgroup and two buffers are fixed by the skeleton; what is left to choose is how many warpgroups (2 with 240
 registers a thread, 3 with 160) and how many keys, by what the assembler spills and by how long rows are: three warpgroups are faster
@@ -44,6 +44,26 @@ def hopper_tiles(
         return ()
     listed = next(rows for pad, rows in HOPPER[_kind(programs, kv_len)] if pad >= max(dims))
     return tuple(c for c in (TileConfig(*row) for row in listed) if _shared(c, dims) <= target.shared_bytes)
+
+
+def hopper_backward_tiles(
+    target: Target, *, qk_dim: int, v_dim: int, q_len: int, programs: Sequence[Program | None] = ()
+) -> tuple[TileConfig, ...]:
+    """Configurations of the fused backward, best first; none where the portable kernels must serve. Arguments as of `hopper_tiles`.
+
+    128 queries of narrow heads fill all registers: not where a score's derivative needs some too.
+    """
+    dims = tile_dims(qk_dim, v_dim, target)
+    if target.arch != 90 or dims not in ((64, 64), (128, 128)) or q_len <= SHORT_QUERIES:
+        return ()
+    rows = (
+        (64,)
+        if dims[0] == 128
+        else (64, 128)
+        if any(p is not None and p.kind == "score" for p in programs)
+        else (128, 64)
+    )
+    return tuple(TileConfig(m, 128, 4, 2) for m in rows)
 
 
 def _kind(programs: Sequence[Program | None], kv_len: int) -> str:
@@ -96,9 +116,11 @@ def why_not(spec: KernelSpec) -> str | None:
     """Why the kernel cannot serve a call whose tiles it has, or None where it can."""
     if spec.layouts[0].dtype not in ("bf16", "fp16"):
         return "its products are of bfloat16 and float16"
-    if not all(spec.described[:3]):
+    if not all(spec.described[: 4 if spec.kernel == "hopper_backward" else 3]):
         return "an input is expanded, or not aligned to 16 bytes"
+    if spec.kernel == "hopper_backward" and spec.qk_dim % 8:
+        return "query's head dimension is no multiple of 8"
     return "value's head dimension is no multiple of 8" if spec.v_dim % 8 else None
 
 
-__all__ = ["hopper_tiles", "query_buffers", "why_not"]
+__all__ = ["hopper_backward_tiles", "hopper_tiles", "query_buffers", "why_not"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_tiles, why_not
+from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_backward_tiles, hopper_tiles, why_not
 from flexattn.codegen.spec import (
     KernelSpec,
     TensorLayout,
@@ -30,9 +30,12 @@ from flexattn.errors import OptionError, UnsupportedError
 from flexattn.runtime import autotune
 from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
-from flexattn.runtime.plan import Plan, Problem
+from flexattn.runtime.plan import Needs, Plan, Problem
 
 _FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
+
+
+_FUSED_BACKWARD = False  # whether calls may take the fused backward: not before it has been measured
 
 
 class Chosen(NamedTuple):
@@ -103,6 +106,45 @@ def forget_hopper(problem: Problem, plan: Plan) -> None:
     """Remembers that the kernel for Hopper could not be built for calls like this one."""
     key = ("forward kernel", _group(problem, "forward"), _fact_key(problem, None))
     plan.memo[key] = ("forward", "no configuration of the kernel for Hopper could be built")
+
+
+def takes_fused_backward(problem: Problem, plan: Plan, d_out: TensorLayout, needs: Needs) -> bool:
+    """Whether one kernel makes dq, dk and dv of a call; d_out is the layout of the gradient of out."""
+    if not _FUSED_BACKWARD or not all(needs[:3]) or any(needs[3]) or torch.are_deterministic_algorithms_enabled():
+        return False
+    key = _fused_key(problem, d_out)
+    found: bool | None = plan.memo.get(key)
+    if found is None:
+        tiles = _fused_tiles(problem, plan)
+        found = bool(tiles) and not any(is_fixed(kernel, _backward_options(problem)) for kernel in ("dq", "dkdv"))
+        if found:
+            target, facts = devices.target_for(problem.q.device), kernel_facts(problem, plan, d_out)
+            found = why_not(KernelSpec(kernel="hopper_backward", target=target, config=tiles[0], **facts)) is None
+        plan.memo[key] = found
+    return found
+
+
+def may_take_fused_backward(problem: Problem, plan: Plan) -> bool:
+    """As far as it can be known before the backward pass."""
+    d_out = fresh_layout(problem.q.dtype, problem.v.shape[3])
+    needs = (
+        *(x.requires_grad for x in (problem.q, problem.k, problem.v)),
+        tuple(c.requires_grad for c in problem.captures),
+    )
+    return takes_fused_backward(problem, plan, d_out, needs)
+
+
+def forget_fused_backward(problem: Problem, plan: Plan, d_out: TensorLayout) -> None:
+    """Remembers that it could not be built for calls like this one."""
+    plan.memo[_fused_key(problem, d_out)] = False
+
+
+def _fused_key(problem: Problem, d_out: TensorLayout) -> tuple[Any, ...]:
+    return ("fused backward", _group(problem, "hopper_backward"), _fact_key(problem, d_out))
+
+
+def _fused_tiles(problem: Problem, plan: Plan) -> tuple[TileConfig, ...]:
+    return _allowed(problem, _listed(problem, plan, "hopper_backward", candidates))
 
 
 def why_portable(problem: Problem, plan: Plan, target: Target) -> str | None:
@@ -207,6 +249,8 @@ def _likely_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
     if kernel in _FORWARD:
         return {**kernel_facts(problem, plan), "want_max": problem.want_max}
     facts = kernel_facts(problem, plan, fresh_layout(problem.q.dtype, problem.v.shape[3]))
+    if kernel == "hopper_backward":
+        return facts
     if kernel == "dq":
         slots = tuple(i for i, c in enumerate(problem.captures) if c.requires_grad)
         return {**facts, "want_dq": problem.q.requires_grad, "capture_grads": slots}
@@ -248,6 +292,9 @@ def _listed(
     """What a rule of tile_config (`candidates` or `trials`) says for this call, whatever its mask."""
     if kernel == "hopper_forward":
         return tiles_on_hopper(problem, plan, devices.target_for(problem.q.device))
+    if kernel == "hopper_backward":
+        sizes = {"qk_dim": problem.q.shape[3], "v_dim": problem.v.shape[3], "q_len": problem.q.shape[2]}
+        return hopper_backward_tiles(devices.target_for(problem.q.device), programs=(plan.score, plan.mask), **sizes)
     return rule(kernel, **_tile_facts(problem, plan, kernel))
 
 
@@ -302,7 +349,7 @@ def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) 
 def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
     """Lengths and (batch, head) pairs of programs, as autotuning tells them apart."""
     q, k = problem.q, problem.k
-    pairs = k.shape[0] * k.shape[1] if kernel == "dkdv" else q.shape[0] * q.shape[1]
+    pairs = k.shape[0] * k.shape[1] if kernel in ("dkdv", "hopper_backward") else q.shape[0] * q.shape[1]
     return autotune.size_class(q.shape[2], k.shape[2], pairs)
 
 
@@ -310,11 +357,14 @@ __all__ = [
     "Chosen",
     "bound",
     "choose",
+    "forget_fused_backward",
     "forget_hopper",
     "forward_kernel",
     "kernel_facts",
     "legal_tiles",
     "likely_tiles",
+    "may_take_fused_backward",
+    "takes_fused_backward",
     "tiles_of",
     "tiles_on_hopper",
     "why_portable",

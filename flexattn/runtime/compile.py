@@ -155,7 +155,7 @@ def _descriptor_facts(block: list[int], tensor: torch.Tensor) -> dict[str, Any]:
     """All of a tensor descriptor but its tensor; the stride of a dimension of one entry may be anything, so it gets one that
     the hardware takes."""
     shape, unit = list(tensor.shape), 16 // tensor.element_size()
-    strides = [*(unit if n == 1 else stride for n, stride in zip(shape[:3], tensor.stride())), 1]
+    strides = [*(unit if n == 1 else stride for n, stride in zip(shape[:-1], tensor.stride())), 1]
     return {"shape": shape, "strides": strides, "block_shape": block, "padding": "zero"}
 
 

@@ -8,6 +8,7 @@ function `start` that allocates results and starts a ready launch; autotuning ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,25 @@ from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.errors import CompileError
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
-from flexattn.runtime.choose import Chosen, bound, choose, forget_hopper, forward_kernel, likely_tiles
+from flexattn.runtime.choose import (
+    Chosen,
+    bound,
+    choose,
+    forget_fused_backward,
+    forget_hopper,
+    forward_kernel,
+    likely_tiles,
+    may_take_fused_backward,
+    takes_fused_backward,
+)
 from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments, keep_ready
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
 
 _LINE_LIMIT = (1 << 31) - 1
+_FUSED_ROWS = (
+    128  # rows' statistics and sums come in multiples of these, which every query tile of the fused backward divides
+)
 
 
 # ---------------------------------------------------------------- public
@@ -85,6 +99,11 @@ def backward(
             d_out = d_out.clone(memory_format=torch.contiguous_format)
         if out.stride(3) != 1:  # out follows query's order of dimensions, and the last one may not be innermost there
             out = out.contiguous()
+        if takes_fused_backward(problem, plan, tensor_layout(d_out), needs):
+            try:
+                return (*run_fused(problem, plan, out, lse, d_out, d_lse), (None,) * len(need_captures))
+            except CompileError:
+                forget_fused_backward(problem, plan, tensor_layout(d_out))
         common = run_delta(problem, plan, out, lse, d_out, d_lse)
         dq, sums = run_dq(problem, plan, common, need_q, need_captures)
         dk, dv = run_dkdv(problem, plan, common, need_k, need_v)
@@ -106,10 +125,10 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
     if predicate is not None and ready in predicate.tables:
         return
     forward_one, _ = forward_kernel(problem, plan)
-    tiles = (
-        (kernel, config) for kernel in (forward_one, "dq", "dkdv") for config in likely_tiles(problem, plan, kernel)
-    )
-    cuts = dict.fromkeys(_cut(config, kernel == "dkdv") for kernel, config in tiles)
+    fused = ("hopper_backward",) if may_take_fused_backward(problem, plan) else ()
+    kernels = (forward_one, "dq", "dkdv", *fused)
+    tiles = ((kernel, config) for kernel in kernels for config in likely_tiles(problem, plan, kernel))
+    cuts = dict.fromkeys(_cut(config, kernel in _BY_COLUMN) for kernel, config in tiles)
     prepare_tables(problem, problem.block_mask, tuple(cuts))
     if predicate is not None and predicate.reusable and not devices.is_capturing(problem.q.device):
         predicate.tables[ready] = plan  # kept, so that no other plan gets its id
@@ -134,6 +153,7 @@ def _with_unit_strides(problem: Problem) -> Problem:
 
 
 # ---------------------------------------------------------------- launches that are ready
+_BY_COLUMN = ("dkdv", "hopper_backward")  # kernels that walk the queries of a tile of keys
 _EACH_CALL = ("caps", "sums", "batch_step", "head_step")  # arguments that follow tensors and values, not sizes
 
 
@@ -154,7 +174,7 @@ def _run(
 
     Args:
         problem, plan: One call.
-        kernel: 'forward', of which there are two, 'dq' or 'dkdv'.
+        kernel: 'forward', of which there are two, 'dq', 'dkdv' or 'hopper_backward'.
         start: Allocates results and starts the launch it is given.
         fixed: Makes the arguments that this kernel has beside those of every kernel, as far as they are sizes.
         key: What `fixed` rests on beside the sizes of q, k and v.
@@ -195,14 +215,15 @@ def _forward_ready(problem: Problem, plan: Plan, make: Callable[[str], Ready]) -
 
 def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, Any]) -> Ready:
     q, k, config = problem.q, problem.k, chosen.config
-    is_transposed = kernel == "dkdv"
+    is_transposed = kernel in _BY_COLUMN
     pairs = k.shape[0] * k.shape[1] if is_transposed else q.shape[0] * q.shape[1]
     length, tile = (k.shape[2], config.BLOCK_N) if is_transposed else (q.shape[2], config.BLOCK_M)
     lines = -(-length // tile)
     walk = {"pairs": pairs, "lines": lines, "swizzle": _swizzle(problem, pairs, lines, is_transposed)}
-    at_once = (
-        chosen.spec.target.processors if chosen.spec.is_gluon else _LINE_LIMIT
-    )  # there programs take tiles until none is left
+    if kernel == "hopper_backward":
+        walk["q_tiles"] = _fused_rows(q.shape[2]) // config.BLOCK_M
+    # its programs take tiles until none is left
+    at_once = chosen.spec.target.processors if kernel == "hopper_forward" else _LINE_LIMIT
     launch = chosen.kernel.fix(min(pairs * lines, at_once), {**arguments, **walk}, changing=_EACH_CALL)
     in_order = is_transposed and pairs != q.shape[0] * q.shape[1]
     return Ready(launch, chosen.spec, _cut(config, is_transposed), in_order)
@@ -284,18 +305,22 @@ class Common(NamedTuple):
     sizes: tuple[Any, ...]
 
 
-def run_delta(problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Common:
-    """Runs the pre-pass; returns what the gradient kernels take from it."""
-    delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
-    launch = _delta_launch(plan, out, d_out, d_lse is not None)
+def run_delta(
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, row_step: int | None = None
+) -> Common:  # fmt: skip
+    """Runs the pre-pass; returns what the gradient kernels take from it: of each (batch, head) pair row_step rows, q_len or
+    more."""
+    row_step = lse.shape[2] if row_step is None else row_step
+    stats = lse.new_empty(2, lse.shape[0] * lse.shape[1] * row_step)
+    launch = _delta_launch(plan, out, d_out, d_lse is not None, row_step)
     d_lse = lse if d_lse is None else d_lse.to(torch.float32).contiguous()
-    terms = {"D_OUT": d_out, "DELTA": delta, "ROW_LSE": row_lse}
+    terms = {"D_OUT": d_out, "ROW_LSE": stats[0], "DELTA": stats[1], "STATS": stats}
     launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, **terms}, device=out.device)
     return Common({**_inputs(problem), **terms}, (_sizes(problem), _facts(d_out)))
 
 
-def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> Starts:
-    key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse)
+def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_step: int) -> Starts:
+    key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse, row_step)
     known: dict[Any, Starts] = plan.memo.setdefault("delta", {})
     launch = known.get(key)
     if launch is None:
@@ -306,13 +331,70 @@ def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool) -> St
             has_d_lse=has_d_lse,
         )  # fmt: skip
         _, kernel = first_that_builds([spec], out.device)
-        lines = -(-q_len // spec.config.BLOCK_M)
+        lines = -(-row_step // spec.config.BLOCK_M)
         fixed = {
-            "out_strides": out.stride(), "d_out_strides": d_out.stride(), "q_heads": heads, "q_len": q_len,
+            "out_strides": out.stride(), "d_out_strides": d_out.stride(), "q_heads": heads, "q_len": q_len, "row_step": row_step,
             "pairs": batch * heads, "lines": lines,
         }  # fmt: skip
         launch = keep_ready(known, key, kernel.fix(batch * heads * lines, fixed))
     return launch
+
+
+def run_fused(
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv by one kernel, its pre-pass and its post-pass.
+
+    Raises:
+        CompileError: No configuration could be built.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    rows = q.shape[0] * q.shape[1] * _fused_rows(q.shape[2])
+    k_order, v_order = _unit_order(k), _unit_order(v)
+    common = run_delta(problem, plan, out, lse, d_out, d_lse, _fused_rows(q.shape[2]))
+
+    def start(ready: Ready) -> tuple[Tensor, Tensor, Tensor]:
+        dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
+        dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
+        sums = torch.zeros(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
+        results = {"DK": dk, "DV": dv, "DQ_SUMS": sums}
+        ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
+        return _dq_of(sums, problem, plan, ready.spec), dk, dv
+
+    fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1])}
+    result: tuple[Tensor, Tensor, Tensor]
+    result = _run(problem, plan, "hopper_backward", start, fixed, (k_order, v_order), common=common)
+    return result
+
+
+def _fused_rows(q_len: int) -> int:
+    return -(-q_len // _FUSED_ROWS) * _FUSED_ROWS
+
+
+def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tensor:
+    """dq from the fused backward's sums."""
+    q = problem.q
+    dq = torch.empty_permuted(q.shape, _unit_order(q), dtype=q.dtype, device=q.device)
+    key = (q.device.index, q.shape, dq.stride(), problem.scale, spec.config)
+    known: dict[Any, Starts] = plan.memo.setdefault("fused dq", {})
+    launch = known.get(key)
+    if launch is None:
+        facts = {
+            "layouts": (fresh_layout(q.dtype, q.shape[3]),) * 4,
+            "score": None,
+            "mask": None,
+            "captures": (),
+            "wide_numbers": (),
+        }
+        _, kernel = first_that_builds([replace(spec, kernel="hopper_dq", **facts)], q.device)
+        pairs, lines = q.shape[0] * q.shape[1], _fused_rows(q.shape[2]) // spec.config.BLOCK_M
+        fixed = {
+            "dq_strides": dq.stride(), "scale": float(problem.scale), "q_heads": q.shape[1], "q_len": q.shape[2], "pairs": pairs,
+            "lines": lines,
+        }  # fmt: skip
+        launch = keep_ready(known, key, kernel.fix(pairs * lines, fixed))
+    launch({"DQ_SUMS": sums, "DQ": dq}, device=q.device)
+    return dq
 
 
 def run_dq(

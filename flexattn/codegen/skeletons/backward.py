@@ -14,10 +14,11 @@ from flexattn.codegen.skeletons import softmax, tiles
 
 
 @triton.jit
-def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, pairs,
-                             lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, row_step,
+                             pairs, lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
                              HAS_D_LSE: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr):
-    """delta of BLOCK_M rows, and their log-sums as the gradient kernels read them."""
+    """delta of BLOCK_M rows, and their log-sums as the gradient kernels read them. A pair has row_step rows there, q_len or more:
+    those past the end are empty ones."""
     pair = tl.program_id(0) // lines
     first = (tl.program_id(0) % lines) * BLOCK_M
     batch = pair // q_heads
@@ -35,8 +36,9 @@ def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides
         delta -= tl.load(D_LSE + at, mask=rows < q_len, other=0.0)
     lse = tl.load(LSE + at, mask=rows < q_len, other=float("-inf"))
     empty = lse == float("-inf")
-    tl.store(DELTA + at, tl.where(empty, 0.0, delta), mask=rows < q_len)
-    tl.store(ROW_LSE + at, softmax.saved_lse(lse, OUT.dtype.element_ty == tl.float32), mask=rows < q_len)
+    at = pair.to(tl.int64) * row_step + rows
+    tl.store(DELTA + at, tl.where(empty, 0.0, delta), mask=rows < row_step)
+    tl.store(ROW_LSE + at, softmax.saved_lse(lse, OUT.dtype.element_ty == tl.float32), mask=rows < row_step)
 
 
 @triton.jit

@@ -275,7 +275,7 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
         probs = gl.where(probs == 0.0, 0.0, probs * slope)
     delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
     d_probs = warpgroup_mma_wait(0, deps=[d_probs])
-    grad = score_gradient(probs, d_probs, delta, KIND == PARTIAL or HAS_SLOPE).to(q_buffers.dtype)
+    grad = score_gradient(probs, d_probs, delta, KIND == PARTIAL).to(q_buffers.dtype)
     mine = d_scores.index(turn + GROUP)
     mine.store(grad)
     grad = gl.convert_layout(grad, gl.DotOperandLayout(0, sums_of(QK_PAD), k_width=2))
@@ -360,10 +360,10 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     STATS [2, query pairs * q_tiles * BLOCK_M]: log-sums and deltas of rows. DQ_SUMS, 0 before: for each (batch, query head) pair and
     tile of queries, the parts of both warpgroups in the order of registers, in rows of 128."""
     gl.static_assert(QK_PAD == V_PAD, "dk is written by way of the values' tile")
-    q_pair, rank = tiles.locate(gl.program_id(0), pairs, lines, swizzle)
+    pair, rank = tiles.locate(gl.program_id(0), pairs, lines, swizzle)
     kv_heads = q_heads // group
-    kv_batch = q_pair // kv_heads
-    kv_head = q_pair % kv_heads
+    kv_batch = pair // kv_heads
+    kv_head = pair % kv_heads
     line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
     first = gl.load(line) * (2 * KEYS)
     k_tiles = gl.allocate_shared_memory(K.dtype, [2, 1, 1, KEYS, QK_PAD], K.layout)
