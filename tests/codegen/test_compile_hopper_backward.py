@@ -1,0 +1,103 @@
+"""The fused backward for Hopper compiles without a GPU, keeps its registers in its loops, and its leaves are spelled in Gluon."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+import triton
+
+from flexattn import mods
+from flexattn.codegen.emit import emit
+from flexattn.codegen.hopper_tiles import hopper_backward_tiles, why_not
+from flexattn.codegen.leaves import has_slope
+from flexattn.codegen.spec import KernelSpec
+from flexattn.codegen.target import target_of
+from flexattn.codegen.tile_config import TileConfig
+from flexattn.frontend.trace import trace
+from tests.codegen.compiled import LEAVES as PORTABLE_LEAVES
+from tests.codegen.compiled import compile_and_measure, loops_of, spec_of
+from tests.leaf_kernel import spec_of as leaf_spec
+from tests.leaf_kernel import text_of
+
+LEAVES = {**PORTABLE_LEAVES, "window": (None, trace(mods.sliding_window(1024), "mask"))}
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Gluon has no interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXATTN_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "leaves"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+
+
+# ---------------------------------------------------------------- leaves
+def test_what_is_only_added_has_no_slope() -> None:
+    alibi, softcap = (leaf_spec(LEAVES[n][0], dtype="bf16", kernel="hopper_backward") for n in ("alibi", "softcap"))
+    assert not has_slope(alibi) and has_slope(softcap)
+    assert emit(softcap).constexprs["HAS_SLOPE"] and not emit(alibi).constexprs["HAS_SLOPE"]
+
+
+def test_score_and_slope_share_what_both_need() -> None:
+    text = text_of(leaf_spec(LEAVES["softcap"][0], dtype="bf16", kernel="hopper_backward"))
+    assert text.count("leaf_ops.tanh(") == 1
+    assert re.search(r"return .*, .*1\.0 - ", text) or "1.0 - " in text
+
+
+def test_what_is_the_same_for_every_query_is_read_once() -> None:
+    text = text_of(leaf_spec(LEAVES["alibi"][0], dtype="bf16", kernel="hopper_backward"))
+    assert "def known(b, h, kv_idx, caps)" in text and "known[0]" in text
+
+
+# ---------------------------------------------------------------- machine code
+SPILLS = 256 if triton.__version__.startswith("3.6.") else 512  # bytes a thread, outside the loops unless said otherwise
+
+
+def _spec(dim: int, leaf: str, config: TileConfig | None = None, **fields: object) -> KernelSpec:
+    programs = [t and t.program for t in LEAVES[leaf]]
+    listed = hopper_backward_tiles(target_of(90), qk_dim=dim, v_dim=dim, q_len=4096, programs=programs)
+    dtype = str(fields.pop("dtype", "bf16"))
+    spec = spec_of("hopper_backward", arch=90, dim=dim, dtype=dtype, config=config or listed[0], leaves=LEAVES[leaf])
+    return replace(spec, **fields)  # type: ignore[arg-type]
+
+
+def _check(spec: KernelSpec, in_loops: int = 0) -> str:
+    """`in_loops`: accesses to spilled registers that a loop may have."""
+    text, used = compile_and_measure(spec)
+    assert why_not(spec) is None
+    assert used.shared <= spec.target.shared_bytes
+    assert used.notes == (), "the assembler serialises wgmma"
+    assert used.registers == 168  # setmaxnreg hands registers on: what the assembler was allowed is an equal share
+    loops = loops_of(used.binary)
+    assert len(loops) == 4, "two warpgroups, partial and full tiles"
+    assert max(sum("LDL" in t or "STL" in t for t in body) for body in loops) <= in_loops, used
+    assert used.spills <= SPILLS, used
+    products = {sum("HGMMA" in t for t in body) for body in loops}
+    assert products == {24 if spec.config.BLOCK_M == 64 and spec.qk_dim == 64 else 32}, "a product was left out"
+    taken = {int(n) for n in re.findall(r"bar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", text)}
+    assert not taken & set(range(6, 16)), "a named barrier of the skeleton is one of Triton's"
+    return text
+
+
+@pytest.mark.parametrize("dim", [96, 128])
+def test_wide_heads(dim: int) -> None:
+    assert "cp.reduce.async.bulk.tensor" in _check(_spec(dim, "causal"))
+
+
+@pytest.mark.parametrize("leaf", ["causal", "softcap"])
+def test_narrow_heads(leaf: str) -> None:
+    _check(_spec(64, leaf, TileConfig(64, 128, 4, 2)))
+
+
+def test_the_other_half_type() -> None:
+    assert "f16.f16" in _check(_spec(128, "none", dtype="fp16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_leaf(dim: int, leaf: str) -> None:
+    _check(_spec(dim, leaf), in_loops=32)

@@ -1,0 +1,35 @@
+"""The post-pass of the fused backward finds each element of dq where the kernel for Hopper has put it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+from flexattn.codegen.skeletons import hopper_backward
+
+
+def _in_register_order(tile: torch.Tensor) -> torch.Tensor:
+    """A tile of dq [queries, dims] as both warpgroups put it into shared memory, by the layout that says so."""
+    rows, dims = tile.shape
+    part = dims // 2 if rows == 64 else dims
+    bases = hopper_backward.register_order(part).offset_bases
+    places = torch.zeros(64 * part, 2, dtype=torch.int64)
+    for bit, base in enumerate(bases):
+        places ^= (torch.arange(64 * part) >> bit & 1)[:, None] * torch.tensor(base)
+    parts = [tile[:, :part], tile[:, part:]] if rows == 64 else [tile[:64], tile[64:]]
+    return torch.stack([p[places[:, 0], places[:, 1]] for p in parts])
+
+
+@pytest.mark.parametrize("rows, dims", [(64, 128), (128, 64), (64, 64)])
+@pytest.mark.parametrize("used", [1.0, 0.75])
+def test_order_of_sums(rows: int, dims: int, used: float) -> None:
+    batch, heads, q_len, dim = 2, 3, 300, int(dims * used)
+    lines = 384 // rows
+    right = torch.randn(batch, heads, lines * rows, dims)
+    tiles = right.view(batch * heads * lines, rows, dims)
+    sums = torch.stack([_in_register_order(t) for t in tiles])
+    dq = torch.full((batch, q_len, heads, dim), torch.nan).transpose(1, 2)
+    args = (sums, dq, dq.stride(), 0.5, heads, q_len, batch * heads, lines, dim, dims, rows)
+    hopper_backward.hopper_dq_results[(batch * heads * lines,)](*args)
+    assert torch.equal(dq, 0.5 * right[:, :, :q_len, :dim])

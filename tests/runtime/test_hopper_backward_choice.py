@@ -1,0 +1,101 @@
+"""When the fused backward for Hopper is taken, and what its launches are given: on a device that only says it is one."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.codegen.spec import fresh_layout
+from flexattn.codegen.target import target_of
+from flexattn.runtime import choose, launch
+from flexattn.runtime import compile as compiling
+from flexattn.runtime.attention import prepare
+
+ALL = (True, True, True, ())
+CAUSAL = lambda b, h, i, j: i >= j
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(90))
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", True)
+
+
+def _inputs(dim: int = 128, dtype: torch.dtype = torch.bfloat16, length: int = 300) -> tuple[torch.Tensor, ...]:
+    q = torch.zeros(2, 6, length, dim, dtype=dtype, requires_grad=True)
+    return q, *(torch.zeros(1, 3, 500, dim, dtype=dtype, requires_grad=True) for _ in range(2))
+
+
+def _is_taken(qkv: tuple[torch.Tensor, ...], needs: Any = ALL, options: dict[str, Any] | None = None) -> bool:
+    problem, plan = prepare(qkv, None, (None, CAUSAL), options=options, enable_gqa=True)
+    return choose.takes_fused_backward(problem, plan, fresh_layout(qkv[0].dtype, qkv[0].shape[3]), needs)
+
+
+def test_it_serves_half_types_of_head_dims_up_to_128() -> None:
+    assert _is_taken(_inputs()) and _is_taken(_inputs(dtype=torch.float16)) and _is_taken(_inputs(dim=64))
+    assert _is_taken(_inputs(dim=96))
+    assert not _is_taken(_inputs(dim=256)) and not _is_taken(_inputs(dtype=torch.float32))
+    assert not _is_taken(_inputs(length=20))
+
+
+def test_it_serves_where_all_three_gradients_are_needed_and_no_other() -> None:
+    assert not _is_taken(_inputs(), (False, True, True, ())) and not _is_taken(_inputs(), (True, True, False, ()))
+    assert not _is_taken(_inputs(), (True, True, True, (True,)))
+    assert _is_taken(_inputs(), (True, True, True, (False,)))
+
+
+def test_not_where_additions_must_have_an_order_or_tiles_are_given() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not _is_taken(_inputs())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not _is_taken(_inputs(), options={"bwd_BLOCK_M1": 64})
+
+
+def test_it_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert choose._FUSED_BACKWARD is False
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+@pytest.mark.parametrize("dim, tile", [(128, 64), (96, 64), (64, 128)])
+def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels are replaced by ones that note how they are started."""
+    pytest.importorskip("triton.experimental.gluon")
+    started: dict[str, dict[str, Any]] = {}
+
+    def build(source: Any) -> Any:
+        names = compiling.jit_function(source).arg_names
+
+        def run(*given: Any) -> None:
+            values = dict(zip(names, given[-len(names) :]))
+            started[source.spec.kernel] = {**values, "programs": given[0]}
+            assert [n for n in source.signature if n in names and values[n] is None] == []
+
+        ready = {"n_spills": 0, "function": 0, "packed_metadata": None, "run": run}
+        return SimpleNamespace(**ready, _init_handles=lambda: None, launch_metadata=lambda *given: None)
+
+    monkeypatch.setattr(compiling, "build", build)
+    compiling.clear()
+    q, k, v = _inputs(dim)
+    problem, plan = prepare((q, k, v), None, (None, CAUSAL), enable_gqa=True)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    dq, dk, dv, _ = launch.backward(problem, plan, out, lse, torch.zeros_like(q), None, ALL)
+    compiling.clear()
+    assert dq is not None and dk is not None and dv is not None
+    assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
+    assert started.keys() == {"delta", "hopper_backward", "hopper_dq"}
+    given, rows = started["hopper_backward"], 2 * 6 * 384  # 300 queries as whole tiles of 128
+    assert given["programs"] == 3 * 4 and given["repeats"] == 4 and given["q_tiles"] == 384 // tile
+    assert given["STATS"].shape == [2, rows] and given["STATS"].block_shape == [1, tile]
+    pad = 64 if dim == 64 else 128
+    assert given["DQ_SUMS"].shape == [rows * pad // 128, 128] and given["DQ_SUMS"].strides == [128, 1]
+    assert given["DQ_SUMS"].block_shape == [tile * pad // 256, 128]
+    assert given["DK"].base is dk and given["DV"].base is dv and given["DK"].block_shape == [1, 1, 64, pad]
+    assert started["delta"]["row_step"] == 384 and started["delta"]["lines"] * launch.delta_config(pad).BLOCK_M == 384
+    assert started["hopper_dq"]["programs"] == rows // tile
