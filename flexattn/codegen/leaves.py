@@ -15,7 +15,7 @@ from flexattn.codegen.regrouped import ends_of, in_base_2, one_index_a_side, slo
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
-from flexattn.frontend.gradient import passes_gradient, score_gradient, score_slope
+from flexattn.frontend.gradient import is_bounded, passes_gradient, score_gradient, score_slope
 from flexattn.frontend.program import Program
 from flexattn.frontend.zones import FAR, zones
 
@@ -130,6 +130,11 @@ def _score(spec: KernelSpec, program: Program, arguments: Arguments, known: dict
 def has_slope(spec: KernelSpec) -> bool:
     """Whether the score function of a kernel gives its derivative, as a factor, beside the score: what both need is computed once."""
     return spec.kernel == "hopper_backward" and spec.score is not None and not passes_gradient(spec.score)
+
+
+def has_bounded_slope(spec: KernelSpec) -> bool:
+    """Whether that derivative times a probability of 0 is 0."""
+    return has_slope(spec) and spec.score is not None and is_bounded(score_slope(spec.score))
 
 
 def _regrouped(spec: KernelSpec, body: Expr) -> Expr:

@@ -89,6 +89,23 @@ def score_slope(program: Program) -> Expr:
     return simplify(slope)
 
 
+_BOUNDED = ("tanh", "sigmoid", "sin", "cos", "sign", "erf")
+_KEEPS_BOUNDS = ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where", "detach", "cast")
+
+
+def is_bounded(root: Expr) -> bool:
+    """Whether an expression is finite wherever the score is a number, infinities included, and captured numbers are finite."""
+    return fold([root], _is_bounded)[0]
+
+
+def _is_bounded(node: Expr, args: list[bool]) -> bool:
+    if node.op in ("const", "num", *_BOUNDED) or not node.dtype.is_floating_point:
+        return True
+    if node.op == "truediv":
+        return all(args) and not node.args[1].deps
+    return node.op in _KEEPS_BOUNDS and all(args)
+
+
 def _gradient_dtype(x: Expr) -> torch.dtype:
     """A node's own type, as in torch, on the way to the score. On the way to a captured tensor of a half type float32: what
     reaches an element is one of many terms, and only their sum is rounded."""
