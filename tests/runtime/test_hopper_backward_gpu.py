@@ -1,0 +1,134 @@
+"""The fused backward for Hopper on one: every case of the portable kernels, many spans, any group, long rows, and no hang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn
+from flexattn import flex_attention, mods
+from flexattn.runtime import choose
+from tests.runtime.kernel_cases import CASES, Case, check, plain
+from tests.runtime.test_hopper_gpu import GPU, LARGE, finished
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for sm_90"
+    ),
+]
+DIMS = [64, 96, 128]
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", True)
+
+
+def _check(case: Case, dtype: torch.dtype = torch.bfloat16, draws: int = 1) -> None:
+    """Against the oracle; the fused kernel must have run, unless a captured tensor needs a gradient."""
+    has_leaves = bool(case.make(GPU, case)[2])
+    before = flexattn.stats().launches.get("hopper_backward", 0)
+    finished(lambda: check(case, GPU, dtype, draws=draws))
+    assert flexattn.stats().launches.get("hopper_backward", 0) == before + (0 if has_leaves else draws)
+
+
+def test_plain_first() -> None:
+    """One tile of keys and two of queries: what is wrong here is wrong everywhere."""
+    _check(Case(1, 1, 1, 128, 128, 128, 128))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", LARGE)
+def test_large(name: str, dim: int) -> None:
+    _check(replace(LARGE[name], qk_dim=dim, v_dim=dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "functions"])
+def test_case(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    _check(replace(case, q_len=5 * case.q_len + 33, kv_len=5 * case.kv_len, qk_dim=64, v_dim=64), dtype, draws=4)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [2, 3, 5, 7, 8, 16])
+def test_any_group(group: int, dim: int) -> None:
+    _check(Case(2, 2 * group, 2, 240, 290, dim, dim, plain(lambda b, h, i, j: (i >= j - 60) & ((i + j + h) % 7 != 0))))
+
+
+def test_keys_without_queries_get_zeros() -> None:
+    q, k, v = (
+        torch.randn(2, 2, n, 128, device=GPU, dtype=torch.bfloat16, requires_grad=True) for n in (700, 1500, 1500)
+    )
+    mask = lambda b, h, i, j: ((j // 300) % 2 == 1) & (i % 500 < 300)
+    for tensor in (k, v):
+        with torch.no_grad():
+            tensor[:, :, :300] = torch.nan  # nobody looks at these
+    out = flex_attention(q, k, v, mask_mod=mask)
+    d_q, d_k, d_v = finished(lambda: torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    dropped = (torch.arange(1500, device=GPU) // 300) % 2 == 0
+    assert not d_k[:, :, dropped].any() and not d_v[:, :, dropped].any()
+    assert d_k[:, :, ~dropped].any() and not d_q[:, :, torch.arange(700, device=GPU) % 500 >= 300].any()
+    assert torch.isfinite(d_q).all() and torch.isfinite(d_k).all() and torch.isfinite(d_v).all()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_pattern_of_spans_hangs(dim: int) -> None:
+    """Columns of no, one, two and many tiles, in one call."""
+    generator = torch.Generator().manual_seed(dim)
+    for _ in range(20):
+        q_len, kv_len = (int(torch.randint(33, 2000, (1,), generator=generator)) for _ in range(2))
+        kept = (torch.rand(40, 40, generator=generator) < torch.rand(1, generator=generator) ** 2).to(GPU)
+        mask = lambda b, h, i, j, kept=kept: kept[i // 64, j // 64]
+        _check(Case(1, 2, 1, q_len, kv_len, dim, dim, plain(mask)))
+
+
+def _both(dim: int, length: int, monkeypatch: pytest.MonkeyPatch, **call: Any) -> list[tuple[torch.Tensor, ...]]:
+    """Gradients of the fused kernel, twice, then of the portable ones."""
+    torch.manual_seed(0)
+    shape = (1, 2, length, dim)
+    q, k, v = (torch.randn(shape, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    d_out, found = torch.randn(shape, device=GPU, dtype=torch.bfloat16), []
+    for fused in (True, True, False):
+        monkeypatch.setattr(choose, "_FUSED_BACKWARD", fused)
+        out = flex_attention(q, k, v, **call)
+        found.append(finished(lambda out=out: torch.autograd.grad(out, (q, k, v), d_out)))
+    return found
+
+
+@pytest.mark.parametrize("mask", [None, mods.causal(), mods.sliding_window(1024)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_rows_agree_with_the_portable_kernels(dim: int, mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, portable = _both(dim, 16384, monkeypatch, mask_mod=mask)
+    for a, b, c in zip(first, second, portable):
+        assert (a.double() - c.double()).norm() <= 0.005 * c.double().norm()
+        assert (a.double() - b.double()).norm() <= 0.003 * c.double().norm()  # a stale sum or a race would show
+    assert torch.equal(first[1], second[1]) and torch.equal(first[2], second[2])
+
+
+def test_deterministic_runs_take_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        before = flexattn.stats().launches.get("hopper_backward", 0)
+        first, second, _ = _both(64, 1024, monkeypatch)
+        assert flexattn.stats().launches.get("hopper_backward", 0) == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_strided_inputs_and_a_shared_batch() -> None:
+    fused = torch.randn(2, 300, 3, 2, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (fused[:, :, n].transpose(1, 2) for n in range(3))
+    out = flex_attention(q, k[:1], v[:1], mask_mod=mods.causal())
+    weight = torch.randn_like(out)
+    (found,) = finished(lambda: torch.autograd.grad((out * weight).sum(), fused))
+    q, k, v = (fused.double()[:, :, n].transpose(1, 2) for n in range(3))
+    keep = torch.ones(300, 300, dtype=torch.bool, device=GPU).tril()
+    right = torch.softmax((q @ k[:1].mT * 0.125).masked_fill(~keep, -torch.inf), -1) @ v[:1]
+    (wanted,) = torch.autograd.grad((right * weight.double()).sum(), fused)
+    assert (found.double() - wanted.double()).norm() <= 0.01 * wanted.double().norm()
