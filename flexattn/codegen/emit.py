@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.codegen.hopper_tiles import query_buffers
-from flexattn.codegen.leaves import has_bounded_slope, has_slope, leaf_functions, leaf_name, leaf_text
+from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import padded, tile_dims
 from flexattn.frontend.zones import zones
@@ -314,8 +314,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
     if spec.kernel == "hopper_backward":
         return {
-            "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "HAS_SLOPE": has_slope(spec),
-            "IS_BOUNDED": has_bounded_slope(spec), "QK_PAD": qk_pad, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "FOLD_SCALE": spec.fold_scale,
+            "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "SLOPE": slope_kind(spec), "QK_PAD": qk_pad, "V_PAD": v_pad,
+            "BLOCK_M": spec.config.BLOCK_M, "FOLD_SCALE": spec.fold_scale,
         }  # fmt: skip
     if spec.kernel == "hopper_forward":
         part = qk_pad * 3 // 4  # whole columns of 64, or half a one

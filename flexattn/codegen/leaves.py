@@ -132,9 +132,11 @@ def has_slope(spec: KernelSpec) -> bool:
     return spec.kernel == "hopper_backward" and spec.score is not None and not passes_gradient(spec.score)
 
 
-def has_bounded_slope(spec: KernelSpec) -> bool:
-    """Whether that derivative times a probability of 0 is 0."""
-    return has_slope(spec) and spec.score is not None and is_bounded(score_slope(spec.score))
+def slope_kind(spec: KernelSpec) -> int:
+    """Of that derivative, as skeletons/hopper_backward.py has it: 0 it is 1, 1 it may be anything, 2 it times 0 is 0."""
+    if spec.score is None or not has_slope(spec):
+        return 0
+    return 2 if is_bounded(score_slope(spec.score)) else 1
 
 
 def _regrouped(spec: KernelSpec, body: Expr) -> Expr:

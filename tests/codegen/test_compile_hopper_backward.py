@@ -39,7 +39,7 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def test_what_is_only_added_has_no_slope() -> None:
     alibi, softcap = (leaf_spec(LEAVES[n][0], dtype="bf16", kernel="hopper_backward") for n in ("alibi", "softcap"))
     assert not has_slope(alibi) and has_slope(softcap)
-    assert emit(softcap).constexprs["HAS_SLOPE"] and not emit(alibi).constexprs["HAS_SLOPE"]
+    assert emit(softcap).constexprs["SLOPE"] == 2 and emit(alibi).constexprs["SLOPE"] == 0
 
 
 def test_score_and_slope_share_what_both_need() -> None:

@@ -45,6 +45,10 @@ from flexattn.codegen.skeletons.hopper_forward import (
 KEYS = gl.constexpr(64)  # of one warpgroup
 FULL = gl.constexpr(0)
 PARTIAL = gl.constexpr(1)
+# Slopes of a score function: the derivative of the modified score by the score.
+ONE = gl.constexpr(0)
+ANY = gl.constexpr(1)
+BOUNDED = gl.constexpr(2)  # finite, whatever the score
 # Named barriers and who comes to them; Triton itself takes one for each of the five roles and one more.
 EXCHANGE = gl.constexpr(6)  # + 2 * (position of the tile, modulo 2) + warpgroup: its gradients are there; both warpgroups
 SUM_READY = gl.constexpr(10)  # + warpgroup: its part of dq is there; the warpgroup and its adding warp
@@ -190,7 +194,7 @@ def by_query(buffer, S: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def exponents(scores, lse, block, place, sizes, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-              HAS_SLOPE: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+              SLOPE: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """(exponents of probabilities in base 2, slopes of the modified scores, or the exponents again where those are 1)."""
     S: gl.constexpr = sums_of(BLOCK_M)
     batch, head, kv_idx, known = place
@@ -201,7 +205,7 @@ def exponents(scores, lse, block, place, sizes, caps, KIND: gl.constexpr, SCORE_
         factor = softmax.factor_of(scale, FOLD_SCALE)
         found = softmax.natural_scores(scores, scale, FOLD_SCALE) * factor
         slope = found
-    elif HAS_SLOPE:
+    elif SLOPE != ONE:
         found, slope = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
     else:
         found = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
@@ -246,7 +250,7 @@ def issue_part(GROUP: gl.constexpr, from_group, dq, d_scores, k_tiles, QK_PAD: g
 
 @gluon.jit
 def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
-         SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_SLOPE: gl.constexpr, IS_BOUNDED: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+         SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
          BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """One tile of queries: scores and gradients of probabilities, then dv, this warpgroup's part of dq, and dk."""
     S: gl.constexpr = sums_of(BLOCK_M)
@@ -268,12 +272,12 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     d_probs = warpgroup_mma(values, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
     lse = by_query(lse_buffers.index(buffer), S, BLOCK_M)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    found, slope = exponents(scores, lse, block, place, sizes, caps, KIND, SCORE_MOD, MASK_MOD, HAS_SLOPE, BLOCK_M, FOLD_SCALE)
+    found, slope = exponents(scores, lse, block, place, sizes, caps, KIND, SCORE_MOD, MASK_MOD, SLOPE, BLOCK_M, FOLD_SCALE)
     probs = gl.exp2(found)
     rounded = probs.to(q_buffers.dtype)
-    if HAS_SLOPE and IS_BOUNDED and KIND == FULL:
+    if SLOPE == BOUNDED and KIND == FULL:
         probs = probs * slope
-    elif HAS_SLOPE:
+    elif SLOPE != ONE:
         probs = gl.where(probs == 0.0, 0.0, probs * slope)
     delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
     d_probs = warpgroup_mma_wait(0, deps=[d_probs])
@@ -302,14 +306,14 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
 
 @gluon.jit
 def sweep(dk, dv, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
-          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_SLOPE: gl.constexpr, IS_BOUNDED: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
           BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """Every tile of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
-            dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, HAS_SLOPE, IS_BOUNDED,
+            dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SLOPE,
                           QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
             at += 1
     return dk, dv, at
@@ -326,7 +330,7 @@ def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
-            MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, HAS_SLOPE: gl.constexpr, IS_BOUNDED: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
+            MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
             BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """One warpgroup: 64 keys, from their first queries to dk and dv. Where there are no queries those are 0."""
     _, v_tiles, k_ready, v_ready = own
@@ -345,9 +349,9 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
             known = KNOWN(batch, head, kv_idx, caps)
         place = (batch, head, kv_idx, known)
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD,
-                           HAS_SLOPE, IS_BOUNDED, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+                           SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, FULL, SCORE_MOD, MASK_MOD,
-                           HAS_SLOPE, IS_BOUNDED, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+                           SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
     tile = v_tiles.index(GROUP)  # only this warpgroup reads it
     write(DV, dv, tile, kv_batch, kv_head, first, V_PAD)
     write(DK, dk * sizes[2], tile, kv_batch, kv_head, first, QK_PAD)
@@ -356,7 +360,7 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
 @gluon.jit
 def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTRA, caps, scale, q_heads, group, repeats, q_len,
                               kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: gl.constexpr,
-                              MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, HAS_SLOPE: gl.constexpr, IS_BOUNDED: gl.constexpr, QK_PAD: gl.constexpr,
+                              MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
                               V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs.
 
@@ -396,9 +400,9 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     steps = (q_heads, group, repeats, q_tiles)
     sizes = (q_len, kv_len, scale)
     gl.warp_specialize([
-        (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, HAS_SLOPE, IS_BOUNDED, QK_PAD,
+        (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SLOPE, QK_PAD,
                    V_PAD, BLOCK_M, FOLD_SCALE)),
-        (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, HAS_SLOPE, IS_BOUNDED, QK_PAD,
+        (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SLOPE, QK_PAD,
                    V_PAD, BLOCK_M, FOLD_SCALE)),
         (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
         (add, (0, DQ_SUMS, dq_parts, column, table, steps)),
