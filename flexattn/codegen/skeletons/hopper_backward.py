@@ -40,6 +40,7 @@ from flexattn.codegen.skeletons.hopper_forward import (
     further_span,
     opaque,
     sums_of,
+    together,
 )
 
 KEYS = gl.constexpr(64)  # of one warpgroup
@@ -78,6 +79,18 @@ def nothing(at):
     """0, of which the compiler knows only that it changes with `at`: what is addressed with it is not kept in registers around a
     loop."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [gl.to_tensor(at)], dtype=gl.int32, is_pure=True, pack=1)
+
+
+_is_public = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # since Triton 3.7
+
+
+@gluon.jit
+def seen_as(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same bytes of float32 in another shape and order."""
+    if _is_public:
+        return buffer.reinterpret(gl.float32, SHAPE, LAYOUT)
+    else:
+        return buffer._reinterpret(gl.float32, SHAPE, LAYOUT)
 
 
 # ---------------------------------------------------------------- layouts
@@ -188,7 +201,7 @@ def add(GROUP: gl.constexpr, DQ_SUMS, dq_parts, column, table, steps):
 def by_query(buffer, S: gl.constexpr, BLOCK_M: gl.constexpr):
     """A tile's statistics [BLOCK_M] as columns of its scores."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    values = buffer._reinterpret(gl.float32, [BLOCK_M], plain).load(gl.SliceLayout(0, S))
+    values = seen_as(buffer, [BLOCK_M], plain).load(gl.SliceLayout(0, S))
     return gl.expand_dims(values, 0)
 
 
@@ -296,7 +309,7 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     dk = warpgroup_mma(grad, q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
     barrier_wait(SUM_FREE + GROUP, ADDERS)
-    dq_parts.index(GROUP)._reinterpret(gl.float32, [64, PART], register_order(PART)).store(dq)
+    seen_as(dq_parts.index(GROUP), [64, PART], register_order(PART)).store(dq)
     fence_async_shared()
     barrier_arrive(SUM_READY + GROUP, ADDERS)
     dk = warpgroup_mma_wait(0, deps=[dk])
@@ -354,6 +367,7 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
                            SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
     tile = v_tiles.index(GROUP)  # only this warpgroup reads it
     write(DV, dv, tile, kv_batch, kv_head, first, V_PAD)
+    together()
     write(DK, dk * sizes[2], tile, kv_batch, kv_head, first, QK_PAD)
 
 
