@@ -84,9 +84,11 @@ def score_gradient(program: Program) -> ScoreGradient:
 def score_slope(program: Program) -> Expr:
     """d modified score / d score, the factor of `grad` in d_score."""
     one = const(1.0, program.body.dtype)
-    is_grad = lambda node: node.op == "var" and node.attr == "grad"
-    (slope,) = fold([score_gradient(program).d_score], lambda node, args: one if is_grad(node) else rebuild(node, args))
-    return simplify(slope)
+
+    def with_one(node: Expr, args: list[Expr]) -> Expr:
+        return one if node.op == "var" and node.attr == "grad" else rebuild(node, args)
+
+    return simplify(fold([score_gradient(program).d_score], with_one)[0])
 
 
 _BOUNDED = ("tanh", "sigmoid", "sin", "cos", "sign", "erf")
