@@ -127,10 +127,8 @@ def takes_fused_backward(problem: Problem, plan: Plan, d_out: TensorLayout, need
 def may_take_fused_backward(problem: Problem, plan: Plan) -> bool:
     """As far as it can be known before the backward pass."""
     d_out = fresh_layout(problem.q.dtype, problem.v.shape[3])
-    needs = (
-        *(x.requires_grad for x in (problem.q, problem.k, problem.v)),
-        tuple(c.requires_grad for c in problem.captures),
-    )
+    needs_of_captures = tuple(c.requires_grad for c in problem.captures)
+    needs = (problem.q.requires_grad, problem.k.requires_grad, problem.v.requires_grad, needs_of_captures)
     return takes_fused_backward(problem, plan, d_out, needs)
 
 

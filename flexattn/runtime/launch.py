@@ -379,14 +379,9 @@ def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tens
     known: dict[Any, Starts] = plan.memo.setdefault("fused dq", {})
     launch = known.get(key)
     if launch is None:
-        facts = {
-            "layouts": (fresh_layout(q.dtype, q.shape[3]),) * 4,
-            "score": None,
-            "mask": None,
-            "captures": (),
-            "wide_numbers": (),
-        }
-        _, kernel = first_that_builds([replace(spec, kernel="hopper_dq", **facts)], q.device)
+        layouts = (fresh_layout(q.dtype, q.shape[3]),) * 4
+        plain = replace(spec, kernel="hopper_dq", layouts=layouts, score=None, mask=None, captures=(), wide_numbers=())
+        _, kernel = first_that_builds([plain], q.device)
         pairs, lines = q.shape[0] * q.shape[1], _fused_rows(q.shape[2]) // spec.config.BLOCK_M
         fixed = {
             "dq_strides": dq.stride(), "scale": float(problem.scale), "q_heads": q.shape[1], "q_len": q.shape[2], "pairs": pairs,
