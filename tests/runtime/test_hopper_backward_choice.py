@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexattn import mods
 from flexattn.codegen.spec import fresh_layout
 from flexattn.codegen.target import target_of
 from flexattn.runtime import choose, launch
@@ -55,6 +56,14 @@ def test_not_where_additions_must_have_an_order_or_tiles_are_given() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert not _is_taken(_inputs(), options={"bwd_BLOCK_M1": 64})
+
+
+def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
+    ids = torch.zeros(500, dtype=torch.int32)
+    same = lambda b, h, i, j: ids[i] == ids[j]
+    for mask, score, rows in ((CAUSAL, None, 128), (same, None, 64), (CAUSAL, mods.softcap(30.0), 64)):
+        problem, plan = prepare(_inputs(64), score, (None, mask), enable_gqa=True)
+        assert choose.legal_tiles(problem, plan, "hopper_backward")[0].BLOCK_M == rows
 
 
 def test_it_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,18 +429,15 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
 def hopper_dq_results(DQ_SUMS, DQ, dq_strides, scale, q_heads, q_len, pairs, lines, QK_DIM: tl.constexpr, QK_PAD: tl.constexpr,
                       BLOCK_M: tl.constexpr):
     """dq of a tile of queries from its sums; grid: pairs * lines programs, `lines` tiles of each (batch, query head) pair."""
+    SIZE: tl.constexpr = BLOCK_M * QK_PAD
     pair = tl.program_id(0) // lines
     tile = tl.program_id(0) % lines
-    row = tl.arange(0, BLOCK_M)[:, None]
-    dim = tl.arange(0, QK_PAD)[None, :]
-    if BLOCK_M == 64:
-        group = dim // (QK_PAD // 2)
-        dim = dim % (QK_PAD // 2)
-    else:
-        group = row // 64
-        row = row % 64
-    four = (dim & 1) + ((row >> 3) & 1) * 2
-    thread = ((dim >> 1) & 3) + (row & 7) * 4 + (row >> 4) * 32
-    at = group * (BLOCK_M * QK_PAD // 2) + four + thread * 4 + (dim >> 3) * 512
-    sums = tl.load(DQ_SUMS + tl.program_id(0).to(tl.int64) * (BLOCK_M * QK_PAD) + at)
+    sums = tl.load(DQ_SUMS + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE))
+    # from the slowest: warpgroup, dim / 8, row / 16, row % 8, dim / 2 % 4, row / 8 % 2, dim % 2
+    sums = tl.reshape(sums, [2, SIZE // 1024, 4, 8, 4, 2, 2])
+    if BLOCK_M == 64:  # the warpgroup is the upper half of dims
+        sums = tl.permute(sums, [2, 5, 3, 0, 1, 4, 6])
+    else:  # of rows
+        sums = tl.permute(sums, [0, 2, 5, 3, 1, 4, 6])
+    sums = tl.reshape(sums, [BLOCK_M, QK_PAD])
     tiles.store_tile(DQ, dq_strides, pair // q_heads, pair % q_heads, tile * BLOCK_M, q_len, sums * scale, BLOCK_M, QK_DIM, QK_PAD)
