@@ -240,7 +240,7 @@ def _dq_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | No
     arguments = _Arguments(spec)
     _backward_inputs(arguments)
     arguments.result("DQ", spec.qk_dim, "dq_strides")
-    arguments.plain(sums=(f"*{type_name(spec.sum_dtype)}",) * len(spec.capture_grads) or ("i32",))
+    arguments.plain(row_step="i32", sums=(f"*{type_name(spec.sum_dtype)}",) * len(spec.capture_grads) or ("i32",))
     return arguments.types, arguments.aligned
 
 

@@ -110,7 +110,7 @@ def forget_hopper(problem: Problem, plan: Plan) -> None:
 
 def takes_fused_backward(problem: Problem, plan: Plan, d_out: TensorLayout, needs: Needs) -> bool:
     """Whether one kernel makes dq, dk and dv of a call; d_out is the layout of the gradient of out."""
-    if not _FUSED_BACKWARD or not all(needs[:3]) or any(needs[3]) or torch.are_deterministic_algorithms_enabled():
+    if not _FUSED_BACKWARD or not all(needs[:3]) or torch.are_deterministic_algorithms_enabled():
         return False
     key = _fused_key(problem, d_out)
     found: bool | None = plan.memo.get(key)

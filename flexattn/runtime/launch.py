@@ -101,7 +101,9 @@ def backward(
             out = out.contiguous()
         if takes_fused_backward(problem, plan, tensor_layout(d_out), needs):
             try:
-                return (*run_fused(problem, plan, out, lse, d_out, d_lse), (None,) * len(need_captures))
+                common = run_delta(problem, plan, out, lse, d_out, d_lse, _fused_rows(out.shape[2]))
+                results = run_fused(problem, plan, common)
+                return (*results, run_dq(problem, plan, common, False, need_captures)[1])
             except CompileError:
                 forget_fused_backward(problem, plan, tensor_layout(d_out))
         common = run_delta(problem, plan, out, lse, d_out, d_lse)
@@ -303,6 +305,7 @@ class Common(NamedTuple):
 
     arguments: dict[str, Any]
     sizes: tuple[Any, ...]
+    row_step: int  # from the statistics of one (batch, head) pair to the next
 
 
 def run_delta(
@@ -316,7 +319,7 @@ def run_delta(
     d_lse = lse if d_lse is None else d_lse.to(torch.float32).contiguous()
     terms = {"D_OUT": d_out, "ROW_LSE": stats[0], "DELTA": stats[1], "STATS": stats}
     launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, **terms}, device=out.device)
-    return Common({**_inputs(problem), **terms}, (_sizes(problem), _facts(d_out)))
+    return Common({**_inputs(problem), **terms}, (_sizes(problem), _facts(d_out)), row_step)
 
 
 def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_step: int) -> Starts:
@@ -340,10 +343,8 @@ def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_s
     return launch
 
 
-def run_fused(
-    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv by one kernel, its pre-pass and its post-pass.
+def run_fused(problem: Problem, plan: Plan, common: Common) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv by one kernel and its post-pass.
 
     Raises:
         CompileError: No configuration could be built.
@@ -351,7 +352,6 @@ def run_fused(
     q, k, v = problem.q, problem.k, problem.v
     rows = q.shape[0] * q.shape[1] * _fused_rows(q.shape[2])
     k_order, v_order = _unit_order(k), _unit_order(v)
-    common = run_delta(problem, plan, out, lse, d_out, d_lse, _fused_rows(q.shape[2]))
 
     def start(ready: Ready) -> tuple[Tensor, Tensor, Tensor]:
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
@@ -409,9 +409,9 @@ def run_dq(
         ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
         return dq, sums
 
-    fixed = lambda: {"dq_strides": dense_strides(tuple(q.shape), order)}
+    fixed = lambda: {"dq_strides": dense_strides(tuple(q.shape), order), "row_step": common.row_step}
     wants = {"want_dq": need_q, "capture_grads": slots}
-    dq, sums = _run(problem, plan, "dq", start, fixed, (order,), common=common, **wants)
+    dq, sums = _run(problem, plan, "dq", start, fixed, (order, common.row_step), common=common, **wants)
     by_slot = {slot: total.to(captures[slot].dtype) for slot, total in zip(slots, sums)}
     return dq, tuple(by_slot.get(i) for i in range(len(need_captures)))
 

@@ -107,7 +107,7 @@ def _dq_sweep(dq, q, d_out, row_lse, delta, K, V, line, EXTRA, k_strides, v_stri
 
 @triton.jit
 def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_strides, k_strides, v_strides,
-                          d_out_strides, dq_strides, caps, sums, scale, q_heads, group, q_len, kv_len, pairs, lines,
+                          d_out_strides, dq_strides, caps, sums, scale, q_heads, group, q_len, row_step, kv_len, pairs, lines,
                           batch_step, head_step, swizzle, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
                           SCORE_GRAD: tl.constexpr, CAPTURE_GRAD: tl.constexpr, QK_DIM: tl.constexpr,
                           V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -124,7 +124,7 @@ def attention_backward_dq(Q, K, V, D_OUT, ROW_LSE, DELTA, DQ, ROWS, EXTRA, q_str
     rows = first + tl.arange(0, BLOCK_M)
     q = tiles.load_tile(Q, q_strides, batch, head, first, q_len, BLOCK_M, QK_DIM, QK_PAD, IS_Q_DESCRIBED, True)
     d_out = tiles.load_tile(D_OUT, d_out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, IS_D_OUT_DESCRIBED, True)
-    at = pair.to(tl.int64) * q_len + rows
+    at = pair.to(tl.int64) * row_step + rows
     row_lse = tl.load(ROW_LSE + at, mask=rows < q_len, other=float("inf"))
     delta = tl.load(DELTA + at, mask=rows < q_len, other=0.0)
     factor = softmax.factor_of(scale, FOLD_SCALE)
