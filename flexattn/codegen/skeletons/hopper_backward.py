@@ -292,8 +292,8 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
         probs = probs * slope
     elif SLOPE != ONE:
         probs = gl.where(probs == 0.0, 0.0, probs * slope)
-    delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
     d_probs = warpgroup_mma_wait(0, deps=[d_probs])
+    delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
     grad = score_gradient(probs, d_probs, delta, KIND == PARTIAL).to(q_buffers.dtype)
     mine = d_scores.index(turn + GROUP)
     mine.store(grad)
