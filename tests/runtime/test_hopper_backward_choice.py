@@ -58,9 +58,14 @@ def test_not_where_additions_must_have_an_order_or_tiles_are_given() -> None:
 
 
 def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
-    ids = torch.zeros(500, dtype=torch.int32)
-    same = lambda b, h, i, j: ids[i] == ids[j]
-    for mask, score, rows in ((CAUSAL, None, 128), (same, None, 64), (CAUSAL, mods.softcap(30.0), 64)):
+    ids, table = torch.zeros(500, dtype=torch.int32), torch.zeros(500, 500)
+    same, bias = lambda b, h, i, j: ids[i] == ids[j], lambda s, b, h, i, j: s + table[i, j]
+    for mask, score, rows in (
+        (CAUSAL, None, 128),
+        (same, None, 128),
+        (CAUSAL, mods.softcap(30.0), 64),
+        (None, bias, 64),
+    ):
         problem, plan = prepare(_inputs(64), score, (None, mask), enable_gqa=True)
         assert choose.legal_tiles(problem, plan, "hopper_backward")[0].BLOCK_M == rows
 
@@ -71,7 +76,7 @@ def test_it_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
-@pytest.mark.parametrize("dim, tile", [(128, 64), (96, 64), (64, 64)])
+@pytest.mark.parametrize("dim, tile", [(128, 64), (96, 64), (64, 128)])
 def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernels are replaced by ones that note how they are started."""
     pytest.importorskip("triton.experimental.gluon")
