@@ -70,10 +70,9 @@ class CaptureLayout(NamedTuple):
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    kernel: (
-        str  # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq'; of masks 'ranges',
-    )
-    # 'block_map', 'fill', 'order'
+    # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq'; of masks 'ranges', 'block_map', 'fill',
+    # 'order'
+    kernel: str
     target: Target
     config: TileConfig
     qk_dim: int

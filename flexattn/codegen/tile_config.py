@@ -33,13 +33,8 @@ SHORT_QUERIES = 32  # up to here a call is in the "short" size class and takes s
 AT_MOST = 3  # configurations a direction may try
 _DEP_Q, _DEP_KV = 8, 16
 _CHOSEN = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # what a caller may fix
-_SUFFIX = {
-    "forward": "",
-    "hopper_forward": "",
-    "dkdv": "1",
-    "hopper_backward": "1",
-    "dq": "2",
-}  # of torch's names for the tiles of a kernel
+# of torch's names for the tiles of a kernel
+_SUFFIX = {"forward": "", "hopper_forward": "", "dkdv": "1", "hopper_backward": "1", "dq": "2"}
 _INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 
 

@@ -33,9 +33,8 @@ from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_build
 from flexattn.runtime.plan import Needs, Plan, Problem
 
 _FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
-
-
 _FUSED_BACKWARD = False  # whether calls may take the fused backward: not before it has been measured
+_NOT_BUILT = "no configuration of the kernel for Hopper could be built"
 
 
 class Chosen(NamedTuple):
@@ -105,58 +104,106 @@ def forward_kernel(problem: Problem, plan: Plan) -> tuple[str, str]:
 def forget_hopper(problem: Problem, plan: Plan) -> None:
     """Remembers that the kernel for Hopper could not be built for calls like this one."""
     key = ("forward kernel", _group(problem, "forward"), _fact_key(problem, None))
-    plan.memo[key] = ("forward", "no configuration of the kernel for Hopper could be built")
+    plan.memo[key] = ("forward", _NOT_BUILT)
 
 
-def takes_fused_backward(problem: Problem, plan: Plan, d_out: TensorLayout, needs: Needs) -> bool:
-    """Whether one kernel makes dq, dk and dv of a call; d_out is the layout of the gradient of out."""
-    if not _FUSED_BACKWARD or not all(needs[:3]) or torch.are_deterministic_algorithms_enabled():
-        return False
-    key = _fused_key(problem, d_out)
-    found: bool | None = plan.memo.get(key)
-    if found is None:
-        tiles = _fused_tiles(problem, plan)
-        found = bool(tiles) and not any(is_fixed(kernel, _backward_options(problem)) for kernel in ("dq", "dkdv"))
-        if found:
-            target, facts = devices.target_for(problem.q.device), kernel_facts(problem, plan, d_out)
-            found = why_not(KernelSpec(kernel="hopper_backward", target=target, config=tiles[0], **facts)) is None
-        plan.memo[key] = found
-    return found
+def backward_kernels(
+    problem: Problem, plan: Plan, d_out: TensorLayout, needs: Needs, target: Target | None = None
+) -> tuple[tuple[str, ...], str]:
+    """Which kernels make the gradients of a call, ('hopper_backward',) or ('dq', 'dkdv'), and why, for people.
+
+    Args:
+        problem, plan: One call.
+        d_out: The layout of the gradient of out.
+        needs: Whether q, k, v and each captured tensor needs a gradient. The latter are dq's to make, whatever makes the others.
+        target: Another device than the call's, for people.
+    """
+    reason = _why_two_this_time(needs)
+    if reason is None and target is not None:
+        reason = _why_two_kernels(problem, plan, target, d_out)
+    elif reason is None:
+        key = _fused_key(problem, d_out)
+        found: tuple[str | None] | None = plan.memo.get(key)
+        if found is None:
+            found = plan.memo[key] = (_why_two_kernels(problem, plan, devices.target_for(problem.q.device), d_out),)
+        reason = found[0]
+    return (("hopper_backward",), "this is Hopper") if reason is None else (("dq", "dkdv"), reason)
 
 
-def may_take_fused_backward(problem: Problem, plan: Plan) -> bool:
-    """As far as it can be known before the backward pass."""
+def likely_backward_kernels(problem: Problem, plan: Plan, target: Target | None = None) -> tuple[tuple[str, ...], str]:
+    """The same, as far as it can be known before the backward pass."""
     d_out = fresh_layout(problem.q.dtype, problem.v.shape[3])
     needs_of_captures = tuple(c.requires_grad for c in problem.captures)
     needs = (problem.q.requires_grad, problem.k.requires_grad, problem.v.requires_grad, needs_of_captures)
-    return takes_fused_backward(problem, plan, d_out, needs)
+    return backward_kernels(problem, plan, d_out, needs, target)
+
+
+def _why_two_this_time(needs: Needs) -> str | None:
+    """Why the backward kernel for Hopper is not taken, by what may be different in each call of a plan."""
+    if not all(needs[:3]):
+        return "it makes all three gradients, and not all are needed"
+    if torch.are_deterministic_algorithms_enabled():
+        return "it adds to query's gradient in no fixed order, and torch.use_deterministic_algorithms is on"
+    return None
+
+
+def _why_two_kernels(problem: Problem, plan: Plan, target: Target, d_out: TensorLayout) -> str | None:
+    """Why the backward kernel for Hopper cannot serve a call on a device, or None where it can."""
+    if not _FUSED_BACKWARD:
+        return "the fused one is switched off"
+    if problem.options.warp_specialized is False:
+        return "given by kernel_options"
+    if target.arch != 90:
+        return _not_hopper(target)
+    if any(is_fixed(kernel, _backward_options(problem)) for kernel in ("dq", "dkdv")):
+        return "kernel_options fixes tiles of the portable kernels"
+    tiles = fused_tiles_on(problem, plan, target)
+    if not tiles:
+        return "it takes more than 32 queries and head dimensions that are all from 33 to 64, or all from 65 to 128"
+    if not _allowed(problem, tiles):
+        return _not_divided(tiles)
+    return why_not(
+        KernelSpec(kernel="hopper_backward", target=target, config=tiles[0], **kernel_facts(problem, plan, d_out))
+    )
+
+
+def fused_tiles_on(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
+    """Tiles of the backward kernel for Hopper on a device, best first, whatever the mask; none where it cannot serve."""
+    (_, _, q_len, qk_dim), v_dim = problem.q.shape, problem.v.shape[3]
+    return hopper_backward_tiles(target, qk_dim=qk_dim, v_dim=v_dim, q_len=q_len, programs=(plan.score, plan.mask))
 
 
 def forget_fused_backward(problem: Problem, plan: Plan, d_out: TensorLayout) -> None:
     """Remembers that it could not be built for calls like this one."""
-    plan.memo[_fused_key(problem, d_out)] = False
+    plan.memo[_fused_key(problem, d_out)] = (_NOT_BUILT,)
 
 
 def _fused_key(problem: Problem, d_out: TensorLayout) -> tuple[Any, ...]:
-    return ("fused backward", _group(problem, "hopper_backward"), _fact_key(problem, d_out))
-
-
-def _fused_tiles(problem: Problem, plan: Plan) -> tuple[TileConfig, ...]:
-    return _allowed(problem, _listed(problem, plan, "hopper_backward", candidates))
+    return ("fused backward", _FUSED_BACKWARD, _group(problem, "hopper_backward"), _fact_key(problem, d_out))
 
 
 def why_portable(problem: Problem, plan: Plan, target: Target) -> str | None:
     """Why the kernel for Hopper cannot serve a call on a device, or None where it can."""
     if target.arch != 90:
-        return f"it is for sm_90, and this is {'the interpreter' if target.is_interpreter else f'sm_{target.arch}'}"
+        return _not_hopper(target)
     if is_fixed("forward", _tile_options(problem, "forward")):
         return "kernel_options fixes tiles of the portable kernel"
     tiles = tiles_on_hopper(problem, plan, target)
     if not tiles:
         return "it takes more than 32 queries and head dimensions from 33 to 256"
     if not _allowed(problem, tiles):
-        return f"its tiles do not divide the block mask's BLOCK_SIZE: {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in tiles)}"
+        return _not_divided(tiles)
     return why_not(KernelSpec(kernel="hopper_forward", target=target, config=tiles[0], **kernel_facts(problem, plan)))
+
+
+def _not_hopper(target: Target) -> str:
+    return f"it is for sm_90, and this is {'the interpreter' if target.is_interpreter else f'sm_{target.arch}'}"
+
+
+def _not_divided(tiles: tuple[TileConfig, ...]) -> str:
+    return (
+        f"its tiles do not divide the block mask's BLOCK_SIZE: {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in tiles)}"
+    )
 
 
 def tiles_on_hopper(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
@@ -190,7 +237,7 @@ def tiles_of(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, str
 
     Args:
         problem, plan: One call.
-        kernel: 'forward', 'dq' or 'dkdv'.
+        kernel: 'forward', 'dq', 'dkdv' or 'hopper_backward'.
     """
     configs = legal_tiles(problem, plan, kernel)
     if is_fixed(kernel, _tile_options(problem, kernel)):
@@ -291,8 +338,7 @@ def _listed(
     if kernel == "hopper_forward":
         return tiles_on_hopper(problem, plan, devices.target_for(problem.q.device))
     if kernel == "hopper_backward":
-        sizes = {"qk_dim": problem.q.shape[3], "v_dim": problem.v.shape[3], "q_len": problem.q.shape[2]}
-        return hopper_backward_tiles(devices.target_for(problem.q.device), programs=(plan.score, plan.mask), **sizes)
+        return fused_tiles_on(problem, plan, devices.target_for(problem.q.device))
     return rule(kernel, **_tile_facts(problem, plan, kernel))
 
 
@@ -353,16 +399,17 @@ def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
 
 __all__ = [
     "Chosen",
+    "backward_kernels",
     "bound",
     "choose",
     "forget_fused_backward",
     "forget_hopper",
     "forward_kernel",
+    "fused_tiles_on",
     "kernel_facts",
     "legal_tiles",
+    "likely_backward_kernels",
     "likely_tiles",
-    "may_take_fused_backward",
-    "takes_fused_backward",
     "tiles_of",
     "tiles_on_hopper",
     "why_portable",

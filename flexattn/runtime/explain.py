@@ -152,15 +152,15 @@ def _choice(plan: Plan) -> Iterator[str]:
 
 
 def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
-    """The generated functions of the forward kernel: this GPU's, or an H100's where there is none."""
+    """The kernels, and the generated functions of the forward one: this GPU's, or an H100's where there is none."""
     if problem.q.dtype == torch.float64 or is_empty(problem):
         yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
         return
     source, why, reason = _forward_source(problem, plan)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
-    yield f"  {'the kernel for Hopper' if source.spec.is_gluon else 'not the kernel for Hopper'}: {reason}"
-    yield f"  {_tiles(source.spec.config, is_gluon=source.spec.is_gluon)} ({why})"
+    yield f"  {_is_for_hopper(source.spec.is_gluon)}: {reason}"
+    yield f"  {_tiles(source.spec.config, source.spec.kernel)} ({why})"
     yield from _backward_tiles(problem, plan)
     yield from _loads(source.spec)
     skeletons = Path(codegen.__file__).parent / "skeletons"
@@ -200,11 +200,25 @@ def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str, st
 
 
 def _backward_tiles(problem: Problem, plan: Plan) -> Iterator[str]:
+    """Which kernels make the gradients, where any is needed, and why; their tiles, where they run."""
     inputs = (problem.q, problem.k, problem.v, *problem.captures)
-    if plan.backend == "triton" and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        for kernel in ("dq", "dkdv"):
-            config, why = choose.tiles_of(problem, plan, kernel)
-            yield f"  {kernel}: {_tiles(config)} ({why})"
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return
+    runs_here = plan.backend == "triton"
+    kernels, why = choose.likely_backward_kernels(problem, plan, None if runs_here else target_of(90))
+    is_fused = kernels == ("hopper_backward",)
+    yield f"  backward: {_is_for_hopper(is_fused)}: {why if runs_here or not is_fused else 'it serves this call'}"
+    if not runs_here:
+        return
+    if any(c.requires_grad for c in problem.captures):
+        kernels = tuple(dict.fromkeys((*kernels, "dq")))
+    for kernel in kernels:
+        config, why = choose.tiles_of(problem, plan, kernel)
+        yield f"  {kernel}: {_tiles(config, kernel)} ({why})"
+
+
+def _is_for_hopper(it_is: bool) -> str:
+    return "the kernel for Hopper" if it_is else "not the kernel for Hopper"
 
 
 def _loads(spec: KernelSpec) -> Iterator[str]:
@@ -219,10 +233,14 @@ def _loads(spec: KernelSpec) -> Iterator[str]:
         yield f"  {', '.join(others)}: loaded by pointers, being float32, expanded, or not aligned to 16 bytes"
 
 
-def _tiles(config: TileConfig, *, is_gluon: bool = False) -> str:
-    if is_gluon:
-        return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.BLOCK_M // WARPGROUP_ROWS} warpgroups and a copying warp, 2 buffers"
-    return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {config.num_warps} warps, {config.num_stages} stages"
+def _tiles(config: TileConfig, kernel: str) -> str:
+    if kernel == "hopper_forward":
+        work = f"{config.BLOCK_M // WARPGROUP_ROWS} warpgroups and a copying warp, 2 buffers"
+    elif kernel == "hopper_backward":
+        work = f"{config.BLOCK_N // WARPGROUP_ROWS} warpgroups, a copying and 2 adding warps, 2 buffers"
+    else:
+        work = f"{config.num_warps} warps, {config.num_stages} stages"
+    return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {work}"
 
 
 def _dtype(x: Tensor) -> str:

@@ -21,23 +21,21 @@ from flexattn.runtime import device as devices
 from flexattn.runtime import settings
 from flexattn.runtime.choose import (
     Chosen,
+    backward_kernels,
     bound,
     choose,
     forget_fused_backward,
     forget_hopper,
     forward_kernel,
+    likely_backward_kernels,
     likely_tiles,
-    may_take_fused_backward,
-    takes_fused_backward,
 )
 from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments, keep_ready
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
 
 _LINE_LIMIT = (1 << 31) - 1
-_FUSED_ROWS = (
-    128  # rows' statistics and sums come in multiples of these, which every query tile of the fused backward divides
-)
+_FUSED_ROWS = 128  # the fused backward's statistics come in multiples of these, which all of its query tiles divide
 
 
 # ---------------------------------------------------------------- public
@@ -99,7 +97,8 @@ def backward(
             d_out = d_out.clone(memory_format=torch.contiguous_format)
         if out.stride(3) != 1:  # out follows query's order of dimensions, and the last one may not be innermost there
             out = out.contiguous()
-        if takes_fused_backward(problem, plan, tensor_layout(d_out), needs):
+        kernels, _ = backward_kernels(problem, plan, tensor_layout(d_out), needs)
+        if kernels == ("hopper_backward",):
             try:
                 common = run_delta(problem, plan, out, lse, d_out, d_lse, _fused_rows(out.shape[2]))
                 results = run_fused(problem, plan, common)
@@ -127,8 +126,8 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
     if predicate is not None and ready in predicate.tables:
         return
     forward_one, _ = forward_kernel(problem, plan)
-    fused = ("hopper_backward",) if may_take_fused_backward(problem, plan) else ()
-    kernels = (forward_one, "dq", "dkdv", *fused)
+    likely, _ = likely_backward_kernels(problem, plan)
+    kernels = dict.fromkeys((forward_one, "dq", "dkdv", *likely))  # not all gradients may be asked for
     tiles = ((kernel, config) for kernel in kernels for config in likely_tiles(problem, plan, kernel))
     cuts = dict.fromkeys(_cut(config, kernel in _BY_COLUMN) for kernel, config in tiles)
     prepare_tables(problem, problem.block_mask, tuple(cuts))

@@ -84,7 +84,8 @@ class KernelOptions:
         forward, backward: tiles fixed for a direction (`fwd_`, `bwd_` prefixes; no prefix fixes both).
         strict_nan: a NaN or infinity at a masked position of a visited tile may not reach another row.
         autotune: time this call's legal tiles once and keep the fastest; `FLEXATTN_AUTOTUNE=1` where the call says nothing.
-        warp_specialized: whether the forward runs the kernel for Hopper whose warps have roles; None leaves the choice.
+        warp_specialized: whether the forward runs the kernel for Hopper whose warps have roles; None leaves the choice, False the
+            portable kernels in both directions.
     """
 
     backend: str = "AUTO"

@@ -54,11 +54,7 @@ def test_what_is_the_same_for_every_query_is_read_once() -> None:
 
 
 # ---------------------------------------------------------------- machine code
-SPILLS = (
-    256 if triton.__version__.startswith("3.6.") else 512
-)  # bytes a thread, outside the loops unless said otherwise
-
-
+SPILLS = 256 if triton.__version__.startswith("3.6.") else 512  # bytes a thread, mostly outside the loops
 IN_LOOPS = 0 if triton.__version__.startswith("3.6.") else 6  # accesses to them in a loop
 
 

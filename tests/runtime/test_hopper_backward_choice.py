@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from flexattn import mods
+from flexattn import BlockMask, create_block_mask, explain, mods
 from flexattn.codegen.spec import fresh_layout
 from flexattn.codegen.target import target_of
 from flexattn.runtime import choose, launch
 from flexattn.runtime import compile as compiling
 from flexattn.runtime.attention import prepare
 
+explain_module = importlib.import_module("flexattn.runtime.explain")
 ALL = (True, True, True, ())
 CAUSAL = lambda b, h, i, j: i >= j
 
@@ -33,7 +36,8 @@ def _inputs(dim: int = 128, dtype: torch.dtype = torch.bfloat16, length: int = 3
 
 def _is_taken(qkv: tuple[torch.Tensor, ...], needs: Any = ALL, options: dict[str, Any] | None = None) -> bool:
     problem, plan = prepare(qkv, None, (None, CAUSAL), options=options, enable_gqa=True)
-    return choose.takes_fused_backward(problem, plan, fresh_layout(qkv[0].dtype, qkv[0].shape[3]), needs)
+    kernels, _ = choose.backward_kernels(problem, plan, fresh_layout(qkv[0].dtype, qkv[0].shape[3]), needs)
+    return kernels == ("hopper_backward",)
 
 
 def test_it_serves_half_types_of_head_dims_up_to_128() -> None:
@@ -70,9 +74,74 @@ def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
         assert choose.legal_tiles(problem, plan, "hopper_backward")[0].BLOCK_M == rows
 
 
-def test_it_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert choose._FUSED_BACKWARD is False
+@pytest.mark.parametrize(
+    "qkv, needs, options, words",
+    [
+        (_inputs(), ALL, {"warp_specialized": False}, "given by kernel_options"),
+        (_inputs(), (True, False, True, ()), {}, "not all are needed"),
+        (_inputs(), ALL, {"bwd_BLOCK_M2": 64}, "fixes tiles"),
+        (_inputs(dim=256), ALL, {}, "head dimensions"),
+        (_inputs(length=32), ALL, {}, "more than 32 queries"),
+        (_inputs(dtype=torch.float32), ALL, {}, "bfloat16 and float16"),
+        (tuple(x[..., 1:] for x in _inputs(dim=65)), ALL, {}, "aligned to 16 bytes"),
+    ],
+)
+def test_why_not_is_said(qkv: tuple[torch.Tensor, ...], needs: Any, options: dict[str, Any], words: str) -> None:
+    problem, plan = prepare(qkv, None, (None, CAUSAL), options=options, enable_gqa=True)
+    for _ in range(2):  # the second time from memory
+        kernels, why = choose.backward_kernels(problem, plan, fresh_layout(qkv[0].dtype, qkv[0].shape[3]), needs)
+        assert kernels == ("dq", "dkdv") and words in why
+
+
+def test_what_depends_on_the_run_or_the_device_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason() -> str:
+        problem, plan = prepare(_inputs(), None, (None, CAUSAL), options=None, enable_gqa=True)
+        plan.memo.clear()
+        return choose.likely_backward_kernels(problem, plan)[1]
+
+    assert reason() == "this is Hopper"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "no fixed order" in reason()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(100))
+    assert "this is sm_100" in reason()
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", False)
+    assert "switched off" in reason()
+
+
+def test_list_masks_keep_their_blocks() -> None:
+    mask = create_block_mask(CAUSAL, None, None, 320, 320, device="cpu", BLOCK_SIZE=32)
+    lists = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, mask_mod=CAUSAL, BLOCK_SIZE=32)
+    qkv = tuple(torch.zeros(1, 1, 320, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    kernels, why = choose.likely_backward_kernels(*prepare(qkv, None, (lists, None), options=None))
+    assert kernels == ("dq", "dkdv") and "do not divide the block mask's BLOCK_SIZE: 128x128, 64x128" in why
+
+
+def test_what_could_not_be_built_is_not_tried_again() -> None:
+    problem, plan = prepare(_inputs(), None, (None, CAUSAL), options=None, enable_gqa=True)
+    d_out = fresh_layout(torch.bfloat16, 128)
+    assert choose.backward_kernels(problem, plan, d_out, ALL)[0] == ("hopper_backward",)
+    choose.forget_fused_backward(problem, plan, d_out)
+    kernels, why = choose.backward_kernels(problem, plan, d_out, ALL)
+    assert kernels == ("dq", "dkdv") and "could be built" in why
+    plan.memo.clear()
+
+
+def test_explain_says_which_kernels_and_why() -> None:
+    q, k, v = (torch.zeros(1, 2, 64, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    assert "backward: the kernel for Hopper: it serves this call" in explain(q, k, v)
+    assert "backward: not the kernel for Hopper: it makes all three" in explain(q, k.detach(), v)
+    assert "backward:" not in explain(q.detach(), k.detach(), v.detach())
+    wide = torch.zeros(1, 2, 64, 256, dtype=torch.float16, requires_grad=True)
+    assert "backward: not the kernel for Hopper: it takes" in explain(wide, wide, wide)
+    table = torch.zeros(64, 64, requires_grad=True)
+    problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[i, j], (None, None), options=None)
+    lines = list(explain_module._backward_tiles(problem, dataclasses.replace(plan, backend="triton", memo={})))
+    assert lines[0] == "  backward: the kernel for Hopper: this is Hopper"
+    assert "hopper_backward: tiles 64 x 128, 2 warpgroups, a copying and 2 adding warps" in lines[1]
+    assert lines[2].startswith("  dq: tiles ") and len(lines) == 3
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
