@@ -69,6 +69,7 @@ def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
         (same, None, 128),
         (CAUSAL, mods.softcap(30.0), 64),
         (None, bias, 64),
+        (lambda b, h, i, j: (i - j) // 4 != -1, None, 64),
     ):
         problem, plan = prepare(_inputs(64), score, (None, mask), enable_gqa=True)
         assert choose.legal_tiles(problem, plan, "hopper_backward")[0].BLOCK_M == rows
