@@ -33,7 +33,7 @@ from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_build
 from flexattn.runtime.plan import Needs, Plan, Problem
 
 _FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
-_FUSED_BACKWARD = False  # whether calls may take the fused backward: not before it has been measured
+_FUSED_BACKWARD = True  # whether calls may take the fused backward; tests pair it with the portable kernels
 _NOT_BUILT = "no configuration of the kernel for Hopper could be built"
 
 
