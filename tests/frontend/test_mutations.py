@@ -25,9 +25,22 @@ MUTATIONS = [  # (file, before, after)
     ("spans", "differ[1:] & differ[:-1]", "differ[1:]"),
     ("spans", "above = ((line + line // max(lines, 1)) * width)", "above = (line * width)"),
     ("zone_map", "at - start < many", "at - start <= many"),
-    ("zone_map", "most // other[0] + 1 - first", "most // other[0] - first"),
+    ("zone_map", "most // tile + 1 - first", "most // tile - first"),
     ("zone_map", "-apart_most, -apart_least]", "apart_least, apart_most]"),
-    ("zone_map", "(near <= far) & (least <= most)", "(least <= most)"),
+    ("zone_map", "(own_least <= own_most) & (near <= far), other", "own_least <= own_most, other"),
+    ("zone_map", "some & (least <= most), least // tile", "some, least // tile"),
+    ("ordered_map", "return table.is_sorted", "return True"),
+    ("ordered_map", "if at.min() < 0 or at.max() >= size:", "if at.min() < 0:"),
+    ("ordered_map", "c.is_strict == c.is_lower)", "not c.is_strict)"),
+    ("ordered_map", "c.is_strict == is_least)", "c.is_strict)"),
+    ("ordered_map", "np.minimum(most, first - 1))", "np.minimum(most, first))"),
+    ("ordered_map", "return bool((least <= most).all()) and all(", "return all("),
+    ("ordered_map", "all(self._holds_at(c, apart)", "all(True"),
+    ("ordered_map", "np.where(least < kind.min, 0, found)", "np.where(least < kind.min, length, found)"),
+    ("ordered_zones", "queries, strict = queries + sign, False", "strict = False"),
+    ("ordered_zones", '(op == "lt") == wanted)', 'op == "lt")'),
+    ("ordered_zones", '(term.op != "minimum") == (times > 0)', 'term.op != "minimum"'),
+    ("ordered_zones", "is_strict, None if is_strict else _offset(key, query))", "is_strict, _offset(key, query))"),
     (
         "tile_search",
         "full, open_ = must & inside, may & ~must & inside",
@@ -97,7 +110,14 @@ MUTATIONS = [  # (file, before, after)
     ("list_mask", "self.block[0] % q_tile == 0 and self.block[1] % kv_tile == 0", "True"),
     ("simplify", "return y if t else x", "return y if not t else x"),
 ]
-FILES = ("test_tile_map", "test_interval", "test_regressions", "test_mask_fuzz", "test_block_mask")
+FILES = (
+    "test_ordered_zones",
+    "test_tile_map",
+    "test_interval",
+    "test_regressions",
+    "test_mask_fuzz",
+    "test_block_mask",
+)
 
 
 @pytest.mark.slow

@@ -229,3 +229,19 @@ def test_documents_that_end_at_the_edges_of_tiles(ends: list[int]) -> None:
         assert (
             by_formula(lambda b, h, i, j: (table[i] == table[j]) & (i >= j), (64, 64), (q_block, kv_block)) is not None
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_values_that_the_type_of_a_table_cannot_hold(dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    small = torch.tensor([info.min, info.min + 1, 3, info.max - 1, info.max], dtype=dtype).repeat_interleave(20)
+    wide = torch.tensor([-(1 << 40), info.min, 3, 1 << 40, 1 << 40]).repeat_interleave(20)
+    for mask_mod in (
+        lambda b, h, i, j: wide[i] <= small[j],
+        lambda b, h, i, j: wide[i] < small[j],
+        lambda b, h, i, j: (small[j] <= wide[i]) & (small[i].long() > -1000),
+        lambda b, h, i, j: (small[i] == small[j]) & (small[j].long() < 100_000) & (small[j] > info.min),
+        lambda b, h, i, j: (small[j].long() > 100_000) | (small[i] < info.max) & (small[j] >= info.max),
+    ):
+        for lengths in ((100, 100), (60, 100)):
+            assert by_formula(mask_mod, lengths, (16, 10)) is not None
