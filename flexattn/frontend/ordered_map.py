@@ -56,6 +56,7 @@ class _Sides:
 
     def __init__(self, traced: Traced, grid: Grid) -> None:
         self.traced, self.grid, self.tables = traced, grid, Tables(traced.binding)
+        self.known: dict[Expr, list[Any]] = {}
         group = torch.arange(grid.groups)[:, None]
         self.b, self.h, self.zero = group // grid.heads, group % grid.heads, torch.zeros(1, 1, dtype=torch.int64)
 
@@ -91,15 +92,34 @@ class _Sides:
 
     def value(self, e: Expr, index: Any) -> Any:
         """An expression of at most one index, there."""
+        if e.op == "const":
+            return np.full((1, 1), e.attr)
+        if e.op == "var" and e.deps & INDICES:
+            return index
+        if _is_read(e):
+            rows = self._rows(e)
+            if len(rows) == 1:
+                return rows[0].take(index).astype(np.int64)
+            return np.stack([row.take(index[n % len(index)]) for n, row in enumerate(rows)]).astype(np.int64)
         at = torch.from_numpy(index)
         q, kv = (at if e.deps & index_of else self.zero for index_of in (DEP_Q, DEP_KV))
         return np.atleast_2d(evaluate(*self.traced, b=self.b, h=self.h, q_idx=q, kv_idx=kv, body=e).numpy())
+
+    def _rows(self, e: Expr) -> list[Any]:
+        """The elements of a captured tensor that may be read, of each group or of all."""
+        if e not in self.known:
+            table, origin = self.tables[e.attr[0]], np.zeros((1, 1), np.int64)
+            for size, index in zip(table.shape[:-1], e.args[:-1], strict=True):
+                origin = origin * size + self.value(index, np.zeros((1, 1), np.int64))
+            data, width = table.data.numpy(), table.shape[-1]
+            self.known[e] = [data[at * width : (at + 1) * width] for at in origin[:, 0].tolist()]
+        return self.known[e]
 
     def first(self, e: Expr, length: int, least: Any, strict: bool) -> Any:
         """The first index below a length from which on an expression is at least, or more than, `least`; the length if none is."""
         if e.op == "var":
             return np.clip(np.clip(least, -1, length) + strict, 0, length)
-        if e.op == "load" and e.args[-1].op == "var":
+        if _is_read(e):
             return self._found(e, length, least, strict)
         low, high = np.zeros_like(least), np.full_like(least, length)
         low, high = (np.broadcast_to(x, np.broadcast_shapes(x.shape, (self.grid.groups, 1))) for x in (low, high))
@@ -112,18 +132,19 @@ class _Sides:
 
     def _found(self, e: Expr, length: int, least: Any, strict: bool) -> Any:
         """`first` of a captured tensor."""
-        table, origin = self.tables[e.attr[0]], np.zeros((1, 1), np.int64)
-        for size, index in zip(table.shape, e.args, strict=True):
-            origin = origin * size + (self.value(index, np.zeros((1, 1), np.int64)) if index is not e.args[-1] else 0)
-        data = table.data.numpy()
-        kind, side = np.iinfo(data.dtype), _RIGHT if strict else _LEFT
-        sought = np.clip(least, kind.min, kind.max).astype(data.dtype)  # a wider type would copy all elements
-        rows = [data[at : at + length] for at in origin[:, 0].tolist()]
+        rows = [row[:length] for row in self._rows(e)]
+        kind, side = np.iinfo(rows[0].dtype), _RIGHT if strict else _LEFT
+        sought = np.clip(least, kind.min, kind.max).astype(rows[0].dtype)  # a wider type would copy all elements
         many = max(len(rows), len(sought))
         found = np.stack([rows[n % len(rows)].searchsorted(sought[n % len(sought)], side) for n in range(many)])
         if least.min() < kind.min or least.max() > kind.max:
             found = np.where(least > kind.max, length, np.where(least < kind.min, 0, found))
         return found
+
+
+def _is_read(e: Expr) -> bool:
+    """Whether an expression is a captured tensor at q_idx or kv_idx itself."""
+    return e.op == "load" and bool(e.deps & INDICES) and e.args[-1].op == "var"
 
 
 class _Ends:
