@@ -25,7 +25,9 @@ from flexattn.runtime import autotune, choose, settings
 from flexattn.runtime import device as devices
 from flexattn.runtime.attention import prepare
 from flexattn.runtime.options import TileOptions, parse_options
-from tests.helpers import causal, check, make_qkv
+from tests.helpers import causal, make_qkv
+from tests.runtime import kernel_cases
+from tests.runtime.kernel_cases import Case, plain
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -396,7 +398,7 @@ def test_a_small_problem_is_tuned_and_a_second_process_uses_the_winners(tmp_path
     monkeypatch.setattr(tile_config, "TRIALS_AT_MOST", 4)
     qkv = make_qkv(1, (4, 4), (700, 700), (64, 64), dtype=torch.bfloat16, device="cuda", guard=64)
     for _ in range(2):
-        check(qkv, causal, kernel_options={"autotune": True})
+        kernel_cases.check(Case(1, 4, 4, 700, 700, 64, 64, plain(causal)), qkv[0].device, torch.bfloat16, autotune=True)
     problem, plan = prepare(qkv, None, (None, causal), options={"autotune": True})
     kernels = [choose.forward_kernel(problem, plan)[0], *choose.likely_backward_kernels(problem, plan)[0]]
     assert flexattn.stats().tunings == dict.fromkeys(kernels, 1)

@@ -76,6 +76,14 @@ def test_keys_without_queries_get_zeros() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_what_is_not_written_would_show(dim: int) -> None:
+    """New memory comes from what was freed before, and that was full of NaN."""
+    freed = [torch.full((n,), torch.nan, device=GPU) for n in (1 << 26, *(1 << 17,) * 16, *(1 << 10,) * 64)]
+    del freed
+    _check(Case(2, 4, 2, 700, 1500, dim, dim, plain(lambda b, h, i, j: ((j // 300) % 2 == 1) & (i % 500 < 300))))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_no_pattern_of_spans_hangs(dim: int) -> None:
     """Columns of no, one, two and many tiles, in one call."""
     generator = torch.Generator().manual_seed(dim)

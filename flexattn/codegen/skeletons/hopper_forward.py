@@ -157,20 +157,22 @@ def put(TENSOR, buffers, ready, batch, head, block, at, FREE: gl.constexpr, BLOC
 
 
 @gluon.jit
-def put_spans(K, V, ring, line, EXTRA, place, at, last, began, KIND: gl.constexpr, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
-    """Copies all tiles of one kind: the keys of each, then the values of the one before, in the order of their release."""
+def put_spans(K, V, ring, line, EXTRA, place, at, older, last, began, KIND: gl.constexpr, BLOCK_N: gl.constexpr,
+              THREADS: gl.constexpr):
+    """Copies all tiles of one kind, keys and values in the order of their release: values follow two tiles behind."""
     k_buffers, v_buffers, k_ready, v_ready = ring
     k_batch, v_batch, head = place
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
+            if at > began + 1:
+                put(V, v_buffers, v_ready, v_batch, head, older, at - 2, V_FREE, BLOCK_N, THREADS)
             put(K, k_buffers, k_ready, k_batch, head, block, at, K_FREE, BLOCK_N, THREADS)
-            if at > began:
-                put(V, v_buffers, v_ready, v_batch, head, last, at - 1, V_FREE, BLOCK_N, THREADS)
+            older = last
             last = block
             at += 1
-    return at, last
+    return at, older, last
 
 
 @gluon.jit
@@ -200,14 +202,17 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
             mbarrier.expect(q_ready.index(mine), Q.block_type.nbytes)
             copy_in(Q, [batch, head, first + group * QUERIES, 0], q_ready.index(mine), q_tiles.index(mine))
         began = at
+        older = 0
         last = 0
         place = (k_batch, v_batch, kv_head)
-        at, last = put_spans(K, V, ring, line, table[1], place, at, last, began, PARTIAL, BLOCK_N, THREADS)
-        at, last = put_spans(K, V, ring, line, table[1], place, at, last, began, FULL, BLOCK_N, THREADS)
+        at, older, last = put_spans(K, V, ring, line, table[1], place, at, older, last, began, PARTIAL, BLOCK_N, THREADS)
+        at, older, last = put_spans(K, V, ring, line, table[1], place, at, older, last, began, FULL, BLOCK_N, THREADS)
         if at == began:  # a row without tiles
             put(K, k_buffers, k_ready, k_batch, kv_head, 0, at, K_FREE, BLOCK_N, THREADS)
             at += 1
         taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
+        if at > began + 1:
+            put(V, v_buffers, v_ready, v_batch, kv_head, older, at - 2, V_FREE, BLOCK_N, THREADS)
         if taken == total - 1:  # the last number anybody takes
             gl.store(COUNTER, 0)
         tile = gl.num_programs(0) + taken
@@ -303,17 +308,18 @@ def issue_scores(q, buffers, buffer, BLOCK_N: gl.constexpr, QK_PAD: gl.constexpr
 
 
 @gluon.jit
-def issue_values(probs, acc, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.constexpr):
-    """Starts probabilities times values; probabilities become an operand only here, as one that is carried around a loop is
-    taken apart and put together again."""
+def issue_values(probs, acc, is_more, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.constexpr):
+    """Starts probabilities times values, the first ones of a tile of queries in place of what `acc` held, all others on top of it.
+    Probabilities become an operand only here, as one that is carried around a loop is taken apart and put together again."""
     operand = gl.convert_layout(probs, gl.DotOperandLayout(0, sums_of(V_PAD), k_width=2))
-    return warpgroup_mma(operand, buffers.index(buffer).reshape([BLOCK_N, V_PAD]), acc, is_async=True)
+    return warpgroup_mma(operand, buffers.index(buffer).reshape([BLOCK_N, V_PAD]), acc, use_acc=is_more, is_async=True)
 
 
 @gluon.jit
-def issue(acc, probs, correction, at, q, ring, GROUP: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
+def issue(acc, probs, correction, at, began, q, ring, GROUP: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
           V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, IS_LAZY: gl.constexpr):
-    """Starts the scores of a tile, and behind them the values of the tile before; both in this warpgroup's turn."""
+    """Starts the scores of the tile at a position, and behind them the values of the tile before, whose queries began at `began`;
+    both in this warpgroup's turn."""
     k_buffers, v_buffers, k_ready, v_ready = ring
     buffer, phase = buffer_of(at)
     before = buffer ^ 1
@@ -323,7 +329,7 @@ def issue(acc, probs, correction, at, q, ring, GROUP: gl.constexpr, QK_PAD: gl.c
     if IS_LAZY:  # behind the scores, which it does not delay
         acc = corrected(acc, correction, sums_of(V_PAD), True)
     mbarrier.wait(v_ready.index(before), phase ^ before)
-    acc = issue_values(probs, acc, v_buffers, before, BLOCK_N, V_PAD)
+    acc = issue_values(probs, acc, at - 1 != began, v_buffers, before, BLOCK_N, V_PAD)
     barrier_arrive(TURN + (GROUP + 1) % WARPGROUPS, 256)
     return scores, acc
 
@@ -351,7 +357,7 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
 
 
 @gluon.jit
-def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
           SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
           BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
           WANT_MAX: gl.constexpr):
@@ -362,7 +368,9 @@ def sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
-            scores, acc = issue(acc, probs, correction, at, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY)
+            scores, acc = issue(
+                acc, probs, correction, at, began, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
+            )
             acc, probs, correction, peak, total, top, at = take(
                 scores, acc, peak, total, top, at, block, ring, place, caps, KIND, SCORE_MOD, MASK_MOD, V_PAD, BLOCK_N,
                 WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
@@ -438,6 +446,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
     correction = gl.full([QUERIES], 1.0, gl.float32, R)
     inverse = gl.full([QUERIES], 0.0, gl.float32, gl.SliceLayout(1, O))
     at = 0
+    began = -1  # of the queries before
     turn = 0
     while tile < total_tiles:
         # the first keys
@@ -445,7 +454,10 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         mine = q_buffer * WARPGROUPS + GROUP
         q = q_tiles.index(mine).reshape([QUERIES, QK_PAD])
         mbarrier.wait(q_ready.index(mine), q_phase)
-        scores, acc = issue(acc, probs, correction, at, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY)
+        scores, acc = issue(
+            acc, probs, correction, at, began, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
+        )
+        began = at
         batch, head, line = row_of(tile, table, steps)
         first = gl.load(line) * (WARPGROUPS * QUERIES) + GROUP * QUERIES
         is_partial = gl.load(line + 2) > 0
@@ -465,12 +477,16 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
             write(acc, inverse, where, OUT, o_tile, V_PAD)
 
         # all others
-        state = (gl.zeros([QUERIES, V_PAD], gl.float32, O), probs, correction, peak, total, top, at)
-        state = sweep(state, 1, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
-                      BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
+        state = (acc, probs, correction, peak, total, top, at)
+        state = sweep(
+            state, 1, began, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
+            BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
+        )  # fmt: skip
         skipped = gl.where(is_partial, 0, 1)
-        state = sweep(state, skipped, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
-                      BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX)  # fmt: skip
+        state = sweep(
+            state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
+            BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
+        )  # fmt: skip
         acc, probs, correction, peak, total, top, at = state
         where = (batch, head, first)
         inverse = write_rows(peak, total, top, where, LSE, MAX, steps[0], q_len, O, WANT_MAX)
@@ -487,7 +503,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         acc = corrected(acc, correction, O, False)
     buffer, phase = buffer_of(at - 1)
     mbarrier.wait(v_ready.index(buffer), phase)
-    acc = issue_values(probs, acc, v_buffers, buffer, BLOCK_N, V_PAD)
+    acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer, BLOCK_N, V_PAD)
     acc = warpgroup_mma_wait(0, deps=[acc])
     write(acc, inverse, where, OUT, o_tile, V_PAD)
     tma.store_wait(0)
