@@ -89,7 +89,7 @@ def sets_needed(problem: Problem) -> int:
     if problem.device.type != "cuda":
         return 1
     shape = problem.shape
-    size = 4 * shape.batch * shape.key_heads * shape.keys * shape.dim
+    size = 2 * shape.batch * shape.key_heads * shape.keys * (shape.dim + shape.value_dim)
     cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
     return max(1, min(_MOST_SETS, -(-4 * cache // size)))
 

@@ -18,7 +18,7 @@ WINDOW, CAP, DOCUMENTS = 1024, 30.0, 12
 
 
 class Shape(NamedTuple):
-    """Sizes of one problem; kv_heads and kv_len equal those of the queries unless given."""
+    """Sizes of one problem; kv_heads, kv_len and v_dim equal those of the queries unless given."""
 
     batch: int
     heads: int
@@ -26,6 +26,11 @@ class Shape(NamedTuple):
     dim: int
     kv_heads: int = 0
     kv_len: int = 0
+    v_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_dim or self.dim
 
     @property
     def keys(self) -> int:
@@ -38,7 +43,8 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads else str(self.heads)
         length = f"{self.length}/{self.kv_len}" if self.kv_len else str(self.length)
-        return f"{self.batch}x{heads}x{length}x{self.dim}"
+        dims = f"{self.dim}/{self.v_dim}" if self.v_dim else str(self.dim)
+        return f"{self.batch}x{heads}x{length}x{dims}"
 
 
 SHAPES = {
@@ -46,6 +52,7 @@ SHAPES = {
     "d128_4k": Shape(4, 16, 4096, 128),
     "d64": Shape(1, 32, 16384, 64),
     "d256": Shape(1, 8, 16384, 256),
+    "d192": Shape(1, 16, 16384, 192, v_dim=128),
     "tiny": Shape(2, 2, 200, 16),
 }
 DECODE_SHAPES = {
@@ -110,14 +117,18 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Of the forward: two products of 2 * dim operations a kept pair."""
-        return 4 * self.shape.batch * self.shape.heads * self.variant.kept * self.shape.dim
+        """Of the forward: two products, of 2 * dim and 2 * v_dim operations a kept pair."""
+        both = self.shape.dim + self.shape.value_dim
+        return 2 * self.shape.batch * self.shape.heads * self.variant.kept * both
 
     def tensors(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """query, key and value, standard normal, [batch, heads, length, dim]."""
+        """query, key and value, standard normal, [batch, heads, length, dim or v_dim]."""
         s = self.shape
         generator = torch.Generator(self.device).manual_seed(seed)
-        sizes = [(s.batch, s.heads, s.length, s.dim)] + 2 * [(s.batch, s.key_heads, s.keys, s.dim)]
+        sizes = [
+            (s.batch, s.heads, s.length, s.dim),
+            *((s.batch, s.key_heads, s.keys, d) for d in (s.dim, s.value_dim)),
+        ]
         made = [torch.randn(n, device=self.device, dtype=self.dtype, generator=generator) for n in sizes]
         return made[0], made[1], made[2]
 

@@ -26,7 +26,8 @@ from benchmarks.session import Session
 
 KERNELS = ("forward", "dq", "dkdv")
 Config = tuple[int, int, int, int]  # BLOCK_M, BLOCK_N, warps, stages
-_FLOPS = {"forward": 4, "dq": 6, "dkdv": 8}  # a kept pair and element of the head dimension, what the kernel computes
+# Operations a kept pair, for an element of q's and k's head dimension and one of v's: what the kernel computes.
+_FLOPS = {"forward": (2, 2), "dq": (4, 2), "dkdv": (4, 4)}
 
 
 def configurations(kernel: str, tiles: Sequence[int], warps: Sequence[int], stages: Sequence[int]) -> list[Config]:
@@ -104,7 +105,9 @@ def run(
 def _rows(session: Session, kernel: Kernel, configs: Sequence[Config], exact: check.Exact) -> Iterator[Row]:
     where = (kernel.problem.shape, kernel.problem.variant.name)
     shape = kernel.problem.shape
-    flops = _FLOPS[kernel.kernel] * shape.batch * shape.heads * kernel.problem.variant.kept * shape.dim
+    of_keys, of_values = _FLOPS[kernel.kernel]
+    a_pair = of_keys * shape.dim + of_values * shape.value_dim
+    flops = a_pair * shape.batch * shape.heads * kernel.problem.variant.kept
     for config in configs:
         row: Row = {"config": list(config)}
         try:
@@ -126,7 +129,7 @@ def _rows(session: Session, kernel: Kernel, configs: Sequence[Config], exact: ch
 # ---------------------------------------------------------------- compiling beforehand
 def compile_all(shape: Shape, variant: str, kernel: str, configs: Sequence[Config], workers: int, device: str) -> None:
     """Fills the cache on disk: each process builds its share with calls on a few heads of the same length class."""
-    small = Shape(1, 2, min(shape.length, 1024), shape.dim)
+    small = Shape(1, 2, min(shape.length, 1024), shape.dim, v_dim=shape.v_dim)
     shares = [configs[i::workers] for i in range(workers)]
     command = [sys.executable, "-m", "benchmarks", "compile-tiles", kernel, variant]
     processes = [

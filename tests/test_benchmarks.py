@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,14 @@ def test_flops_and_names_of_the_shapes_in_the_tables() -> None:
         "1x32x16384x64",
     ]
     assert str(problems.DECODE_SHAPES["4x64k"]) == "4x32/4x1/65536x128"
+    assert str(problems.SHAPES["d192"]) == "1x16x16384x192/128"
+    uneven = replace(problem, shape=problems.SHAPES["d192"])
+    assert uneven.flops == 2 * 16 * (192 + 128) * (16384 * 16385 // 2)
+    assert [x.shape[-1] for x in replace(problem, shape=problems.SHAPES["tiny"]._replace(v_dim=8)).tensors()] == [
+        16,
+        16,
+        8,
+    ]
     sizes = problems.document_starts(16384).diff()
     assert len(sizes) == problems.DOCUMENTS and int(sizes.min()) > 0
 
