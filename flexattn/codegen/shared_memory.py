@@ -82,6 +82,7 @@ def tile_dims(qk_dim: int, v_dim: int, target: Target) -> tuple[int, int]:
 
 # ---------------------------------------------------------------- the model of shared memory
 _ROUNDING = 1024  # of buffers to the widest swizzle, barriers, a row of captured integers between two layouts
+_SWIZZLED_ROWS = 8  # after which a swizzle repeats
 
 
 class _Sides(NamedTuple):
@@ -130,7 +131,7 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
         66560
     """
     sides, tile, stages = _sides(config, problem), config.BLOCK_M * config.BLOCK_N, config.num_stages
-    by_registers = problem.target.family == "mma" or problem.is_single or sides.own < 64 or config.num_warps % 4 != 0
+    by_registers = _by_registers(sides, config, problem)
     loop = (_register_loop if by_registers else _operand_loop)(sides, config, problem)
     loop += (stages - 1) * sides.captured + stages * sides.row
     reads, kernel = problem.reads, problem.kernel
@@ -138,7 +139,22 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
         loop = max(loop + _relayout(sides, problem, by_registers) * tile, 4 * tile)
     loop += _element_scratch(problem) * tile
     results = sides.own * max(problem.v_pad, 0 if kernel == "forward" else problem.qk_pad)
-    return max(sides.kept + loop, results * problem.element_bytes) + _ROUNDING
+    return max(sides.kept + loop, results * problem.element_bytes) + _rounding(problem, by_registers)
+
+
+def _by_registers(sides: _Sides, config: TileConfig, problem: TileProblem) -> bool:
+    """Whether products take their left operand from registers: wgmma and tcgen05 need 64 rows, and 4 warps or more."""
+    warps, family = config.num_warps, problem.target.family
+    if family == "mma" or problem.is_single or sides.own < 64:
+        return True
+    return warps < 4 or (family == "tcgen05" and warps > 8)
+
+
+def _rounding(problem: TileProblem, by_registers: bool) -> int:
+    """Of buffers that products read in place, to where their swizzle repeats: barriers fit in it. Elsewhere _ROUNDING."""
+    if by_registers or problem.reads != CapturedReads():
+        return _ROUNDING
+    return min(_ROUNDING, _SWIZZLED_ROWS * problem.pad * problem.element_bytes)
 
 
 def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
@@ -182,12 +198,17 @@ def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> in
 
 
 def _correction_scratch(config: TileConfig, problem: TileProblem) -> int:
-    """tcgen05 with 8 warps splits columns between them: the sums change their layout to be rescaled by row."""
-    m, n = config.BLOCK_M, config.BLOCK_N
-    if config.num_warps < 8 or (m < 128 and n == problem.v_pad):
+    """tcgen05 with 8 warps on 128 rows or fewer splits columns between them, of 64 rows between lanes too. Where scores and
+    sums differ in that, the sums change their layout to be rescaled by row (in all versions of Triton where they are the
+    wider ones, else in 3.9: in 3.6.0 the factors change theirs). What passes at once is 16 bytes of every row, times two for
+    each of the columns that tell threads apart in either layout. Where they agree, two parts of a row only meet."""
+    m, n, width = config.BLOCK_M, config.BLOCK_N, problem.v_pad
+    if config.num_warps < 8 or m > 128:
         return 0
-    halves = 2 if n <= 16 else 1
-    return halves * m * problem.v_pad // 2 if m >= 128 else 2 * halves * m * problem.v_pad // (2 if n > 32 else 1)
+    if m < 128 and n == width:
+        return 2 * 4 * m
+    columns = {tile // part for tile in (n, width) for part in ((2,) if m == 128 else (2, 4))}
+    return 16 * m << sum(column < width for column in columns)
 
 
 def _relayout(sides: _Sides, problem: TileProblem, by_registers: bool) -> int:

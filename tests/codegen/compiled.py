@@ -163,11 +163,11 @@ def _amd_resources(compiled: Any) -> Resources:
 
 
 class _Allocated(Exception):
-    """Raised where the compiler is about to leave its own dialect: shared memory has been given out by then."""
+    """Raised where the compiler has given out shared memory, with its passes so far."""
 
 
 def shared_of(spec: KernelSpec) -> int:
-    """Shared memory alone, known before anything becomes LLVM's: an eighth of the time that compiling takes."""
+    """Shared memory alone: the compiler is stopped where it has been given out, after a tenth of the time that compiling takes."""
     from triton._C.libtriton import ir, nvidia
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
@@ -191,7 +191,7 @@ def shared_of(spec: KernelSpec) -> int:
         raise _Allocated(passes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvidia.passes.ttgpuir, "add_to_llvmir", stop)
+        patch.setattr(nvidia.passes.ttnvgpuir, "add_allocate_tensor_memory", stop)  # what follows that of shared memory
         try:
             stages["llir"](module, metadata)
         except _Allocated as reached:
@@ -199,8 +199,20 @@ def shared_of(spec: KernelSpec) -> int:
     return int(module.get_int_attr("ttg.shared"))
 
 
+def layouts_of(spec: KernelSpec) -> tuple[KernelSpec, ...]:
+    """The layouts of q, k, v and d_out between which shared memory differs: all as given, none aligned, and those of the
+    kernel's own rows not aligned. What the hardware copies for products that hold their rows in registers need not stay
+    in shared memory; what the program loads must."""
+    plain = TensorLayout(spec.layouts[0].dtype, False, False)
+    rows, own = (spec.config.BLOCK_N, (1, 2)) if spec.kernel == "dkdv" else (spec.config.BLOCK_M, (0, 3))
+    given = [spec, replace(spec, layouts=(plain,) * 4)]
+    if any(spec.described) and (rows < 64 or spec.config.num_warps not in (4, 8)):
+        mixed = tuple(plain if place in own else layout for place, layout in enumerate(spec.layouts))
+        given.append(replace(spec, layouts=mixed))
+    return tuple(given)
+
+
 @functools.cache
 def most_shared(spec: KernelSpec) -> int:
-    """What the layout of q, k and v that takes the most takes: the choice of tiles does not know them."""
-    plain = replace(spec, layouts=(TensorLayout(spec.layouts[0].dtype, False, False),) * 4)
-    return max(shared_of(spec), shared_of(plain))
+    """What the layouts that take the most take: the choice of tiles does not know them."""
+    return max(shared_of(each) for each in layouts_of(spec))
