@@ -57,6 +57,9 @@ def ordered_zones(program: Program) -> OrderedZones | None:
         Zones; None where the mask is no union of a few, or reads no captured tensor at q_idx or kv_idx.
 
     Example:
+        >>> import torch
+        >>> from flexattn.frontend.trace import trace
+        >>> table = torch.arange(8) // 4
         >>> documents = trace(lambda b, h, q_idx, kv_idx: table[q_idx] == table[kv_idx], "mask").program
         >>> [len(part) for part in ordered_zones(documents)]
         [1, 2]
