@@ -174,13 +174,36 @@ def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> i
 
 
 def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
-    """A streamed tile, or a part of a narrow one, on its way to a second layout: products read it along both its axes."""
-    tile = max(sides.first, sides.second)
-    if problem.pad >= 128 or (problem.kernel == "dkdv" and problem.reads.element > 0):
+    """A streamed tile, or the part that passes at once, on its way to a second layout: products read it along both its axes.
+    Bounded, not followed, for TF32 (of dkdv only d_out's), for AMD and beside captured elements."""
+    tile, size = max(sides.first, sides.second), problem.element_bytes
+    if problem.kernel == "dkdv" and problem.reads.element > 0:
         return tile
-    is_second = problem.kernel == "dkdv" and problem.element_bytes == 4  # TF32: only d_out's
-    width = problem.v_pad if is_second else problem.pad
-    return min(tile, max(512 * config.num_warps, 32 * width * problem.element_bytes))
+    if size == 2 and not problem.target.is_amd:
+        return max(_passing(width, config, problem) for width in (problem.qk_pad, problem.v_pad))
+    if problem.pad >= 128:
+        return tile
+    width = problem.v_pad if problem.kernel == "dkdv" and size == 4 else problem.pad
+    return min(tile, max(512 * config.num_warps, 32 * width * size))
+
+
+def _passing(width: int, config: TileConfig, problem: TileProblem) -> int:
+    """Bytes of a streamed tile that pass at once from the layout of its loads to that of an operand: what threads are spread
+    over in either of them, and up to 16 bytes of each.
+
+    An operand has 8 rows for each of the warps that lie side by side. Loads have threads along the columns first: 16 bytes
+    for each where tensors are aligned, or the tile is as high as that of the own rows and shares the layout in which results
+    are stored; else an element for each, and as many rows as fill 16 bytes pass at once if threads reach a second row."""
+    own, other = (config.BLOCK_N, config.BLOCK_M) if problem.kernel == "dkdv" else (config.BLOCK_M, config.BLOCK_N)
+    threads, size = 32 * config.num_warps, problem.element_bytes
+    rows, columns = 8 * (config.num_warps if own < problem.qk_pad else 1), min(width, threads)
+    by_vector = width * min(other, max(rows, threads * 16 // (width * size))) * size
+    by_element = columns * min(other, max(rows, threads // columns)) * (16 if threads > columns else size)
+    if own == other:
+        return by_vector
+    is_described = problem.target.has_descriptors and problem.pad <= 256
+    is_aligned = config.num_stages == 1 and not is_described  # else the hardware copies what is, and nothing is turned
+    return min(other * width * size, max(by_element, by_vector if is_aligned else 0))
 
 
 def _operand_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
