@@ -206,6 +206,28 @@ def test_model_in_single_precision(arch: int, precision: str) -> None:
         check_model(spec, used=most_shared(spec))
 
 
+# 8 warps beside one another (of 64 rows, of 128), above one another, and 16, for which there is no tcgen05
+@pytest.mark.parametrize(
+    "dim, tile", [(16, (64, 16, 8, 2)), (32, (128, 128, 8, 2)), (64, (256, 32, 8, 2)), (64, (64, 64, 16, 2))]
+)
+def test_model_of_warps_on_tcgen05(dim: int, tile: tuple[int, int, int, int]) -> None:
+    spec = spec_of("forward", arch=100, dim=dim, config=TileConfig(*tile))
+    check_model(spec, used=most_shared(spec))
+
+
+# What a layout of q, k or v adds: rows loaded by the program, tiles turned whole, in halves and with 16 bytes a thread
+@pytest.mark.parametrize(
+    "kernel, arch, dim, tile",
+    [
+        ("forward", 90, 64, (32, 128, 4, 2)), ("dkdv", 90, 64, (64, 32, 4, 2)), ("dkdv", 90, 128, (64, 32, 4, 2)),
+        ("dq", 80, 64, (64, 64, 4, 2)), ("dq", 80, 64, (64, 128, 8, 3)), ("dq", 90, 256, (16, 32, 4, 1)),
+    ],
+)  # fmt: skip
+def test_model_of_layouts(kernel: str, arch: int, dim: int, tile: tuple[int, int, int, int]) -> None:
+    spec = spec_of(kernel, arch=arch, dim=dim, config=TileConfig(*tile))
+    check_model(spec, used=most_shared(spec))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("dim", [16, 32, 64, 128, 256, 512])
