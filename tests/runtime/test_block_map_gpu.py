@@ -23,6 +23,7 @@ from flexattn.runtime.table_builder import Built, build_tables
 from tests.frontend import library_masks
 from tests.frontend.library_masks import LIBRARY
 from tests.frontend.mask_families import BATCH, HEADS, families
+from tests.helpers import is_same_but_for_order
 from tests.span_tables import check_table
 
 pytestmark = pytest.mark.gpu
@@ -248,7 +249,9 @@ def test_counted_as_made_by_the_device() -> None:
     flexattn.reset_stats()
     out = flex_attention(q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 77)
     made = flexattn.stats().mask_builds["device"]
-    assert 2 <= made <= 3  # by row for forward and dq, whose tiles may be the same, and by column
+    assert (
+        2 <= made <= 4
+    )  # by row for forward and dq, by column for dk/dv alone and for all three; tiles may be the same
     out.sum().backward()
     assert flexattn.stats().mask_builds == {"device": made}  # the backward pass makes none
     launches = flexattn.stats().launches
@@ -337,8 +340,11 @@ def test_a_graph_makes_its_tables_anew(name: str) -> None:
     for values in ([100, 700], [899, 1], [0, 64], [300, 301]):
         lengths.copy_(torch.tensor(values))
         graph.replay()
-        for found, wanted in zip(recorded, step(), strict=True):
-            assert torch.equal(found, wanted), values
+        for at, (found, wanted) in enumerate(zip(recorded, step(), strict=True)):
+            same = (
+                torch.equal(found, wanted) if at != 1 else is_same_but_for_order(found, wanted)
+            )  # dq may be added in any order
+            assert same, values
 
 
 def test_a_graph_keeps_the_table_that_it_reads() -> None:

@@ -13,6 +13,7 @@ import torch
 import flexattn
 from flexattn import create_block_mask, flex_attention
 from flexattn.runtime.reference import oracle
+from tests.helpers import is_same_but_for_order
 from tests.runtime.kernel_cases import (
     CASES,
     Case,
@@ -105,8 +106,10 @@ def test_nan_past_the_lengths_and_in_skipped_tiles_changes_no_bit() -> None:
         out = flex_attention(*qkv, mask_mod=lambda b, h, i, j: (j < 256) | (j >= 512))
         return [out, *torch.autograd.grad(out.sum(), qkv)]
 
-    for clean, dirty in zip(once(0.0), once(math.nan)):
-        assert torch.equal(clean, dirty)
+    for at, (clean, dirty) in enumerate(zip(once(0.0), once(math.nan))):
+        assert (
+            torch.equal(clean, dirty) if at != 1 else is_same_but_for_order(clean, dirty)
+        )  # dq may be added in any order
 
 
 def test_kept_read_out_of_range_is_nan_and_integers_are_zero() -> None:
