@@ -31,7 +31,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shapes = sorted({r["shape"] for r in bars}, key=_size)
     peers = [n for n in PEERS if any(r["impl"] == n for r in bars)]
     small = max((r["tflops"] for r in bars), default=0) < 10
-    wanted = [(what, shape) for shape in shapes for what in whats]
+    there = {(r["what"], r["shape"]) for r in bars}
+    wanted = [(what, shape) for shape in shapes for what in whats if (what, shape) in there]
     across, down = 2, max(1, -(-len(wanted) // 2))
     figure, axes = plt.subplots(down, across, figsize=(6.2 * across, 3.3 * down), squeeze=False, layout="constrained")
     panels = iter(axes.flat)
