@@ -57,6 +57,21 @@ class TileProblem:
         return self.element_bytes == 4 and self.precision == "ieee"
 
     @property
+    def is_followed(self) -> bool:
+        """Whether the model follows how operands in registers change their layout, rather than bound it."""
+        return self.element_bytes == 2 and not self.target.is_amd
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the hardware may load aligned tiles for products by registers: `KernelSpec.described` says more."""
+        return self.target.has_descriptors and self.element_bytes == 2 and self.pad <= 256
+
+    @property
+    def last_width(self) -> int:
+        """Columns of the loop's last product."""
+        return self.v_pad if self.kernel == "forward" else self.qk_pad
+
+    @property
     def pad(self) -> int:
         """The larger of the two padded head dims."""
         return max(self.qk_pad, self.v_pad)
@@ -162,12 +177,13 @@ def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> i
     run a stage ahead, and the tile at hand needs no buffer of its own. Where the last product is wider than it is tall
     its warps lie side by side, and every one of them needs all scores of its rows. Tensors that the hardware cannot copy
     (not aligned) run as one stage does, whatever the number of stages."""
-    is_wide = sides.own < (problem.v_pad if problem.kernel == "forward" else problem.qk_pad)
-    scores = sides.scores if problem.is_single or is_wide else 0
+    scores = sides.scores if problem.is_single or sides.own < problem.last_width else 0
     piped = (config.num_stages - 1) * sides.streamed + scores
     turned = 0 if problem.is_single else _turned(sides, config, problem)
     if problem.kernel == "forward":
-        return max(piped, sides.first, sides.second + scores)
+        is_buffered = problem.is_described or not problem.is_followed
+        first = sides.first if is_buffered else _passing(problem.qk_pad, config, problem)
+        return max(piped, first, sides.second + scores)
     if problem.kernel == "dq":
         return max(piped, sides.first + max(scores, sides.second if problem.is_single else turned))
     return max(piped, sides.streamed + max(scores, turned))
@@ -179,7 +195,7 @@ def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
     tile, size = max(sides.first, sides.second), problem.element_bytes
     if problem.kernel == "dkdv" and problem.reads.element > 0:
         return tile
-    if size == 2 and not problem.target.is_amd:
+    if problem.is_followed:
         return max(_passing(width, config, problem) for width in (problem.qk_pad, problem.v_pad))
     if problem.pad >= 128:
         return tile
@@ -192,17 +208,17 @@ def _passing(width: int, config: TileConfig, problem: TileProblem) -> int:
     over in either of them, and up to 16 bytes of each.
 
     An operand has 8 rows for each of the warps that lie side by side. Loads have threads along the columns first: 16 bytes
-    for each where tensors are aligned, or the tile is as high as that of the own rows and shares the layout in which results
+    for each where tensors are aligned, or the tile has the shape of the kernel's results and shares the layout in which they
     are stored; else an element for each, and as many rows as fill 16 bytes pass at once if threads reach a second row."""
     own, other = (config.BLOCK_N, config.BLOCK_M) if problem.kernel == "dkdv" else (config.BLOCK_M, config.BLOCK_N)
     threads, size = 32 * config.num_warps, problem.element_bytes
-    rows, columns = 8 * (config.num_warps if own < problem.qk_pad else 1), min(width, threads)
+    rows, columns = 8 * (config.num_warps if own < problem.last_width else 1), min(width, threads)
     by_vector = width * min(other, max(rows, threads * 16 // (width * size))) * size
     by_element = columns * min(other, max(rows, threads // columns)) * (16 if threads > columns else size)
-    if own == other:
+    if own == other and (problem.kernel == "dkdv" or width == problem.last_width):
         return by_vector
-    is_described = problem.target.has_descriptors and problem.pad <= 256
-    is_aligned = config.num_stages == 1 and not is_described  # else the hardware copies what is, and nothing is turned
+    # else the hardware copies what is aligned, and nothing is turned
+    is_aligned = config.num_stages == 1 and not problem.is_described
     return min(other * width * size, max(by_element, by_vector if is_aligned else 0))
 
 
