@@ -179,28 +179,34 @@ def _register_loop(sides: _Sides, config: TileConfig, problem: TileProblem) -> i
     (not aligned) run as one stage does, whatever the number of stages."""
     scores = sides.scores if problem.is_single or sides.own < problem.last_width else 0
     piped = (config.num_stages - 1) * sides.streamed + scores
-    turned = 0 if problem.is_single else _turned(sides, config, problem)
+    return max(piped, (_followed if problem.is_followed else _bounded)(scores, sides, config, problem))
+
+
+def _followed(scores: int, sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """A tile of a loop that is not pipelined: what is read along both its axes stays, beside it what passes to an operand."""
+    first, second = (_passing(width, config, problem) for width in (problem.qk_pad, problem.v_pad))
     if problem.kernel == "forward":
-        is_buffered = problem.is_described or not problem.is_followed
-        first = sides.first if is_buffered else _passing(problem.qk_pad, config, problem)
-        return max(piped, first, sides.second + scores)
+        return max(sides.first if problem.is_described else first, sides.second + scores)
     if problem.kernel == "dq":
-        return max(piped, sides.first + max(scores, sides.second if problem.is_single else turned))
-    return max(piped, sides.streamed + max(scores, turned))
+        return sides.first + max(scores, first, second)
+    if problem.reads.element > 0:  # bounded, not followed
+        second = max(sides.first, sides.second)
+    return max(sides.first + first, sides.streamed + max(scores, second))
 
 
-def _turned(sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
-    """A streamed tile, or the part that passes at once, on its way to a second layout: products read it along both its axes.
-    Bounded, not followed, for TF32 (of dkdv only d_out's), for AMD and beside captured elements."""
-    tile, size = max(sides.first, sides.second), problem.element_bytes
-    if problem.kernel == "dkdv" and problem.reads.element > 0:
-        return tile
-    if problem.is_followed:
-        return max(_passing(width, config, problem) for width in (problem.qk_pad, problem.v_pad))
-    if problem.pad >= 128:
-        return tile
-    width = problem.v_pad if problem.kernel == "dkdv" and size == 4 else problem.pad
-    return min(tile, max(512 * config.num_warps, 32 * width * size))
+def _bounded(scores: int, sides: _Sides, config: TileConfig, problem: TileProblem) -> int:
+    """The same of float32 and for AMD, whose changes of layout are not followed: a streamed tile, or a part of a narrow one."""
+    tile, size, is_dkdv = max(sides.first, sides.second), problem.element_bytes, problem.kernel == "dkdv"
+    if problem.kernel == "forward":
+        return max(sides.first, sides.second + scores)
+    if problem.is_single:
+        turned = 0 if is_dkdv else sides.second
+    elif problem.pad >= 128 or (is_dkdv and problem.reads.element > 0):
+        turned = tile
+    else:
+        width = problem.v_pad if is_dkdv and size == 4 else problem.pad  # TF32: only d_out's
+        turned = min(tile, max(512 * config.num_warps, 32 * width * size))
+    return (sides.streamed if is_dkdv else sides.first) + max(scores, turned)
 
 
 def _passing(width: int, config: TileConfig, problem: TileProblem) -> int:
