@@ -98,6 +98,15 @@ def test_the_other_half_type() -> None:
     assert "f16.f16" in _check(_spec(128, "none", dtype="fp16"))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_the_pass_that_turns_sums_into_dq(dim: int, dtype: str) -> None:
+    plain = replace(_spec(dim, "none", dtype=dtype), kernel="hopper_dq", score=None, mask=None)
+    _, used = compile_and_measure(plain)
+    assert used.spills == 0 and used.registers <= 128, used
+    assert used.shared <= plain.target.shared_bytes // 2, "less than two programs a multiprocessor"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("dim", [64, 128])
