@@ -112,7 +112,11 @@ def test_amd(kernel: str) -> None:
 
 
 def test_no_skeleton_is_left_out() -> None:
-    hopper = {"hopper_forward", "hopper_backward", "hopper_dq"}  # in test_compile_hopper.py and test_compile_hopper_backward.py
+    hopper = {
+        "hopper_forward",
+        "hopper_backward",
+        "hopper_dq",
+    }  # in test_compile_hopper.py and test_compile_hopper_backward.py
     assert {*KERNELS, *BUILDERS, "delta"} | hopper == set(_SKELETONS)
 
 
