@@ -111,15 +111,21 @@ def build_ours(variant: Variant, length: int, device: torch.device) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _cuts(program: Any, length: int, device: torch.device) -> tuple[Any, ...]:
-    """Of the tables that the kernels of a training step at head dim 128 prefer, each once."""
+    """Of the tables that a training step at head dim 128 reads in 16-bit types, each once."""
+    from flexattn.codegen.hopper_tiles import hopper_backward_tiles, hopper_tiles
     from flexattn.codegen.tile_config import candidates
     from flexattn.runtime.device import target_for
     from flexattn.runtime.tables import Cut
 
-    sizes = {"element_bytes": 2, "qk_dim": DIM, "v_dim": DIM, "q_len": length, "programs": (program,)}
-    kernels = ("forward", "dq", "dkdv")
-    configs = {kernel: candidates(kernel, target_for(device), **sizes)[0] for kernel in kernels}
-    return tuple(dict.fromkeys(Cut(c.BLOCK_M, c.BLOCK_N, kernel == "dkdv") for kernel, c in configs.items()))
+    target, sizes = target_for(device), {"qk_dim": DIM, "v_dim": DIM, "q_len": length, "programs": (program,)}
+    portable = lambda kernel: candidates(kernel, target, element_bytes=2, **sizes)
+    fused = hopper_backward_tiles(target, **sizes)
+    forward = hopper_tiles(target, kv_len=length, **sizes) or portable("forward")
+    by_row, by_column = (forward,), (fused,)
+    if not fused:
+        by_row, by_column = (forward, portable("dq")), (portable("dkdv"),)
+    chosen = [(tiles[0], False) for tiles in by_row] + [(tiles[0], True) for tiles in by_column]
+    return tuple(dict.fromkeys(Cut(c.BLOCK_M, c.BLOCK_N, transposed) for c, transposed in chosen))
 
 
 def build_torch(variant: Variant, length: int, device: torch.device, *, compile: bool) -> Any:
