@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -154,24 +154,49 @@ class NoFormulaError(Exception):
 
 
 # ---------------------------------------------------------------------------------------------- truth values as runs
+T = TypeVar("T")
+Join = Callable[[T, T], T]
 Runs = list[KeyRun]
 EVERY: Runs = [KeyRun((), (), ())]
+
+
+def joined(node: Expr, wanted: bool, truth: Callable[[Expr, bool], T], both: Join[T], either: Join[T]) -> T | None:
+    """Where a truth value is as wanted, if it is one made of others.
+
+    Args:
+        node: bool.
+        truth: the same of any truth value.
+        both, either: where two hold, and where one does.
+
+    Returns:
+        What `both` and `either` make; None of a comparison, a read and the like.
+
+    Example:
+        >>> both = make("and", make("lt", KEY, 3), make("lt", KEY, 5))
+        >>> joined(both, False, lambda node, wanted: str(wanted), "{} and {}".format, "{} or {}".format)
+        'False or False'
+    """
+    op, args = node.op, node.args
+    if op == "not":
+        return truth(args[0], not wanted)
+    if op in ("and", "or"):
+        parts = [truth(a, wanted) for a in args]
+        return both(*parts) if (op == "and") == wanted else either(*parts)
+    if op == "where":
+        yes, no = (both(truth(args[0], t), truth(a, wanted)) for t, a in ((True, args[1]), (False, args[2])))
+        return either(yes, no)
+    if op in ("xor", "eq", "ne") and args[0].dtype == torch.bool:
+        differ = (op != "eq") == wanted
+        return either(*(both(truth(args[0], t), truth(args[1], t != differ)) for t in (True, False)))
+    return None
 
 
 def _truth(node: Expr, wanted: bool) -> Runs:
     """Where a truth value is as wanted."""
     op, args = node.op, node.args
-    if op == "not":
-        return _truth(args[0], not wanted)
-    if op in ("and", "or"):
-        parts = [_truth(a, wanted) for a in args]
-        return _both(*parts) if (op == "and") == wanted else _either(*parts)
-    if op == "where":
-        yes, no = (_both(_truth(args[0], t), _truth(a, wanted)) for t, a in ((True, args[1]), (False, args[2])))
-        return _either(yes, no)
-    if op in ("xor", "eq", "ne") and args[0].dtype == torch.bool:
-        differ = (op != "eq") == wanted
-        return _either(*(_both(_truth(args[0], t), _truth(args[1], t != differ)) for t in (True, False)))
+    found = joined(node, wanted, _truth, _both, _either)
+    if found is not None:
+        return found
     if not node.deps & DEP_KV:
         return [KeyRun((), (), (node if wanted else _opposite(node),))]
     if op in ("le", "lt", "eq", "ne") and args[0].dtype == torch.int64:
@@ -381,4 +406,4 @@ def _run_latex(run: KeyRun, latex: Callable[[Expr], str]) -> str:
     return text + "".join((r" \text{ and } " if n else r" \text{ where } ") + latex(e) for n, e in enumerate(run.where))
 
 
-__all__ = ["ClosedForm", "KeyRun", "Linear", "closed_form", "key_runs", "linear"]
+__all__ = ["ClosedForm", "KeyRun", "Linear", "closed_form", "joined", "key_runs", "linear"]

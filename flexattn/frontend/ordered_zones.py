@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexattn.frontend.closed_form import KEY, Linear, NoFormulaError, linear
+from flexattn.frontend.closed_form import KEY, Linear, NoFormulaError, joined, linear
 from flexattn.frontend.expr import DEP_KV, DEP_Q, Expr, make, topological
 from flexattn.frontend.program import Program
 from flexattn.frontend.zones import MOST_ZONES, QUERY
@@ -85,18 +85,9 @@ def _truth(node: Expr, wanted: bool) -> Zones:
     op, args = node.op, node.args
     if not node.deps & INDICES:
         return [OrderedZone((), (node if wanted else make("not", node),))]
-    if op == "not":
-        return _truth(args[0], not wanted)
-    if op in ("and", "or"):
-        parts = [_truth(a, wanted) for a in args]
-        return _both(*parts) if (op == "and") == wanted else _either(*parts)
-    if op == "where":
-        yes, no = (_both(_truth(args[0], t), _truth(a, wanted)) for t, a in ((True, args[1]), (False, args[2])))
-        return _either(yes, no)
-    if op in ("xor", "eq", "ne") and args[0].dtype == torch.bool:
-        differ = (op != "eq") == wanted
-        yes, no = (_both(_truth(args[0], t), _truth(args[1], t != differ)) for t in (True, False))
-        return _either(yes, no)
+    found = joined(node, wanted, _truth, _both, _either)
+    if found is not None:
+        return found
     if op in ("le", "lt", "eq", "ne") and args[0].dtype == torch.int64:
         return _comparison(op, wanted, linear(args[0]) - linear(args[1]))
     raise _NoZoneError

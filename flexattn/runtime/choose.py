@@ -160,11 +160,7 @@ def _why_two_kernels(problem: Problem, plan: Plan, target: Target, d_out: Tensor
     tiles = fused_tiles_on(problem, plan, target)
     if not tiles:
         return "it takes more than 32 queries and head dimensions that are all from 33 to 64, or all from 65 to 128"
-    if not _allowed(problem, tiles):
-        return _not_divided(tiles)
-    return why_not(
-        KernelSpec(kernel="hopper_backward", target=target, config=tiles[0], **kernel_facts(problem, plan, d_out))
-    )
+    return _why_not_these(problem, plan, "hopper_backward", target, tiles, d_out)
 
 
 def fused_tiles_on(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
@@ -191,19 +187,21 @@ def why_portable(problem: Problem, plan: Plan, target: Target) -> str | None:
     tiles = tiles_on_hopper(problem, plan, target)
     if not tiles:
         return "it takes more than 32 queries and head dimensions from 33 to 256"
+    return _why_not_these(problem, plan, "hopper_forward", target, tiles, None)
+
+
+def _why_not_these(
+    problem: Problem, plan: Plan, kernel: str, target: Target, tiles: tuple[TileConfig, ...], d_out: TensorLayout | None
+) -> str | None:
+    """Why a kernel for Hopper cannot serve a call in the tiles it has, or None where it can."""
     if not _allowed(problem, tiles):
-        return _not_divided(tiles)
-    return why_not(KernelSpec(kernel="hopper_forward", target=target, config=tiles[0], **kernel_facts(problem, plan)))
+        sizes = ", ".join(f"{c.BLOCK_M}x{c.BLOCK_N}" for c in tiles)
+        return f"its tiles do not divide the block mask's BLOCK_SIZE: {sizes}"
+    return why_not(KernelSpec(kernel=kernel, target=target, config=tiles[0], **kernel_facts(problem, plan, d_out)))
 
 
 def _not_hopper(target: Target) -> str:
     return f"it is for sm_90, and this is {'the interpreter' if target.is_interpreter else f'sm_{target.arch}'}"
-
-
-def _not_divided(tiles: tuple[TileConfig, ...]) -> str:
-    return (
-        f"its tiles do not divide the block mask's BLOCK_SIZE: {', '.join(f'{c.BLOCK_M}x{c.BLOCK_N}' for c in tiles)}"
-    )
 
 
 def tiles_on_hopper(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:

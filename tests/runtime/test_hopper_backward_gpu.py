@@ -12,7 +12,7 @@ import flexattn
 from flexattn import flex_attention, mods
 from flexattn.runtime import choose
 from tests.runtime.kernel_cases import CASES, Case, check, plain
-from tests.runtime.test_hopper_gpu import GPU, LARGE, finished
+from tests.runtime.test_hopper_gpu import GPU, LARGE, finished, patterns
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,13 +85,8 @@ def test_what_is_not_written_would_show(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_no_pattern_of_spans_hangs(dim: int) -> None:
-    """Columns of no, one, two and many tiles, in one call."""
-    generator = torch.Generator().manual_seed(dim)
-    for _ in range(20):
-        q_len, kv_len = (int(torch.randint(33, 2000, (1,), generator=generator)) for _ in range(2))
-        kept = (torch.rand(40, 40, generator=generator) < torch.rand(1, generator=generator) ** 2).to(GPU)
-        mask = lambda b, h, i, j, kept=kept: kept[i // 64, j // 64]
-        _check(Case(1, 2, 1, q_len, kv_len, dim, dim, plain(mask)))
+    for case in patterns(20, 2000, dim):
+        _check(case)
 
 
 def _both(dim: int, length: int, monkeypatch: pytest.MonkeyPatch, **call: Any) -> list[tuple[torch.Tensor, ...]]:

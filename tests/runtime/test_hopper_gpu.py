@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -112,15 +112,18 @@ def test_the_same_bits_each_run() -> None:
         assert torch.equal(first, _forward(case, **ASKED)[0])
 
 
+def patterns(count: int, longest: int, dim: int) -> Iterator[Case]:
+    """Cases whose rows and columns have no, one, two and many tiles."""
+    generator = torch.Generator().manual_seed(dim)
+    for _ in range(count):
+        q_len, kv_len = (int(torch.randint(33, longest, (1,), generator=generator)) for _ in range(2))
+        kept = (torch.rand(40, 40, generator=generator) < torch.rand(1, generator=generator) ** 2).to(GPU)
+        yield Case(1, 2, 1, q_len, kv_len, dim, dim, plain(lambda b, h, i, j, kept=kept: kept[i // 64, j // 64]))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_no_pattern_of_spans_hangs(dim: int) -> None:
-    """Rows of no, one, two and many tiles, in one call."""
-    generator = torch.Generator().manual_seed(dim)
-    for _ in range(40):
-        q_len, kv_len = (int(torch.randint(33, 2500, (1,), generator=generator)) for _ in range(2))
-        kept = (torch.rand(40, 40, generator=generator) < torch.rand(1, generator=generator) ** 2).to(GPU)
-        mask = lambda b, h, i, j, kept=kept: kept[i // 64, j // 64]
-        case = Case(1, 2, 1, q_len, kv_len, dim, dim, plain(mask))
+    for case in patterns(40, 2500, dim):
         out, lse, _, right, right_lse, _ = _forward(case, **ASKED)
         assert torch.equal(torch.isneginf(lse), torch.isneginf(right_lse))
         assert (out.double() - right).abs().max() < 0.05

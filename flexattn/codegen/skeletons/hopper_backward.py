@@ -32,6 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flexattn.codegen.skeletons import softmax, tiles
 from flexattn.codegen.skeletons.hopper_forward import (
+    FULL,
+    PARTIAL,
     barrier_arrive,
     barrier_wait,
     buffer_of,
@@ -44,8 +46,6 @@ from flexattn.codegen.skeletons.hopper_forward import (
 )
 
 KEYS = gl.constexpr(64)  # of one warpgroup
-FULL = gl.constexpr(0)
-PARTIAL = gl.constexpr(1)
 # Slopes of a score function: the derivative of the modified score by the score.
 ONE = gl.constexpr(0)
 ANY = gl.constexpr(1)
