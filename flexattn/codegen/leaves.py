@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
-from flexattn.codegen.regrouped import ends_of, in_base_2, one_index_a_side, slope_of
+from flexattn.codegen.regrouped import Ends, ends_of, in_base_2, one_index_a_side, slope_of
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
@@ -68,7 +68,9 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
             texts["KNOWN"] = _function("known", f"b, h, {index}, caps", lines)
     if spec.score is not None:
         texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, known)
-    if spec.mask is not None:
+    if spec.mask is not None and spec.kernel == "hopper_forward":
+        texts |= _ends_and_rest(spec, spec.mask, mask_arguments, known)
+    elif spec.mask is not None:
         texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments, known)
     if spec.mask is not None and spec.kernel == "block_map":
         found = box_bounds(spec.mask)
@@ -151,15 +153,36 @@ def _captured(spec: KernelSpec) -> str:
 def _mask(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
     printer = Printer(spec, arguments, known)
     if spec.is_gluon:
-        return _mask_by_ends(spec, _regrouped(spec, program.body), printer)
+        return _mask_by_ends(_regrouped(spec, program.body), spec, printer)
     (value,) = printer.print([program.body])
     text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
     return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
 
 
-def _mask_by_ends(spec: KernelSpec, body: Expr, printer: Printer) -> str:
+def _ends_and_rest(
+    spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]
+) -> dict[str, str]:
+    """Which keys of each query a mask keeps at most, as two ends that no key moves, and what else it asks of them, if anything."""
+    ends = _ends_of(_regrouped(spec, program.body))
+    printer = Printer(spec, arguments, known)
+    upper, *lower = (value.text for value in printer.print([e for e in (ends.upper, ends.lower) if e is not None]))
+    both = f"leaf_ops.row_end({lower[0] if lower else 0}, q_idx), leaf_ops.row_end({upper}, q_idx)"
+    texts = {"ENDS": _function("ends", "b, h, q_idx, kv_len, caps, known", [*printer.lines, f"return {both}"])}
+    if ends.rest is not None:
+        printer = Printer(spec, arguments, known)
+        (value,) = printer.print([ends.rest])
+        lines = [*printer.lines, f"return {_to_truth(value)}"]
+        texts["MASK_MOD"] = _function("mask_mod", f"{_INDICES}, {_captured(spec)}", lines)
+    return texts
+
+
+def _ends_of(body: Expr) -> Ends:
+    return ends_of(body if body.dtype == torch.bool else make("ne", body, 0))
+
+
+def _mask_by_ends(body: Expr, spec: KernelSpec, printer: Printer) -> str:
     """Of the keys before kv_len."""
-    ends = ends_of(body if body.dtype == torch.bool else make("ne", body, 0))
+    ends = _ends_of(body)
     upper, *others = printer.print([e for e in (ends.upper, ends.lower, ends.rest) if e is not None])
     text = f"kv_idx < {upper.text}"
     if ends.lower is not None:

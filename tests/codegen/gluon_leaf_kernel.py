@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def apply_leaf(OUT, caps, LEAF: gl.constexpr, KNOWN: gl.constexpr, IS_MASK: gl.constexpr):
+def apply_leaf(OUT, caps, SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     q_idx = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, layout)), 1)
     kv_idx = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
@@ -18,22 +18,26 @@ def apply_leaf(OUT, caps, LEAF: gl.constexpr, KNOWN: gl.constexpr, IS_MASK: gl.c
     known = caps
     if KNOWN is not None:
         known = KNOWN(zero, zero, q_idx, caps)
-    if IS_MASK:
-        value = gl.where(LEAF(zero, zero, q_idx, kv_idx, 31, caps, known), 1.0, score)
-    else:
-        value = LEAF(score, 0.5, zero, zero, q_idx, kv_idx, caps, known)
-    gl.store(OUT + q_idx * 32 + kv_idx, value)
+    if SCORE_MOD is not None:
+        score = SCORE_MOD(score, 0.5, zero, zero, q_idx, kv_idx, caps, known)
+    if ENDS is not None:
+        lower, upper = ENDS(zero, zero, q_idx, 31, caps, known)
+        score = gl.where((lower <= kv_idx) & (kv_idx < upper), score, float("-inf"))
+    if MASK_MOD is not None:
+        score = gl.where(MASK_MOD(zero, zero, q_idx, kv_idx, caps, known), score, float("-inf"))
+    gl.store(OUT + q_idx * 32 + kv_idx, score)
 
 
-def translated(leaf: Any, known: Any, caps: tuple[str, ...], *, is_mask: bool) -> str:
-    """The kernel with a leaf, verified, before any pass of the compiler."""
+def translated(module: Any, caps: tuple[str, ...]) -> str:
+    """The kernel with the functions of a module of leaves, verified, before any pass of the compiler."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    signature = {"OUT": "*fp32", "caps": caps, "LEAF": "constexpr", "KNOWN": "constexpr", "IS_MASK": "constexpr"}
-    source = GluonASTSource(apply_leaf, signature, {"LEAF": leaf, "KNOWN": known, "IS_MASK": is_mask})
+    leaves = {name: getattr(module, name.lower(), None) for name in ("SCORE_MOD", "ENDS", "MASK_MOD", "KNOWN")}
+    signature = {"OUT": "*fp32", "caps": caps, **dict.fromkeys(leaves, "constexpr")}
+    source = GluonASTSource(apply_leaf, signature, leaves)
     target = GPUTarget("cuda", 90, 32)
     backend, context = make_backend(target), ir.context()
     options = backend.parse_options({"num_warps": 4, **source.parse_options()})

@@ -45,9 +45,7 @@ def test_each_row_of_the_op_table_is_spelled_in_gluon(name: str, kind: str) -> N
     spec = leaf_spec(traced, dtype="bf16", kernel="hopper_forward")
     text = text_of(spec)
     module = leaf_module(text, f"gluon{abs(hash(text))}")
-    assert "tt.store" in translated(
-        module.score_mod, getattr(module, "known", None), emit(spec).signature["caps"], is_mask=False
-    )
+    assert "tt.store" in translated(module, emit(spec).signature["caps"])
 
 
 def _score_of_a_constant(score, b, h, q_idx, kv_idx):
@@ -78,8 +76,7 @@ def test_whole_functions_are_spelled_in_gluon(function: object) -> None:
     spec = leaf_spec(traced, dtype="bf16", kernel="hopper_forward")
     text = text_of(spec)
     module = leaf_module(text, f"gluon{abs(hash(text))}")
-    leaf, known = (getattr(module, name, None) for name in (f"{traced.program.kind}_mod", "known"))
-    assert "tt.store" in translated(leaf, known, emit(spec).signature["caps"], is_mask=traced.program.kind == "mask")
+    assert "tt.store" in translated(module, emit(spec).signature["caps"])
 
 
 # ---------------------------------------------------------------- machine code

@@ -13,6 +13,7 @@ The ideas, each for one reason:
   queue      a program takes tiles of queries until there are none, by a counter in global memory: long rows first. The step of a tile's
              first keys is also that of the last values of the queries before, which are written behind it: the tensor cores do not
              wait for the end of one tile and the begin of the next.
+  bits       which keys of a tile lie within their row's ends is a bit an element, made for all elements of a thread at once.
   lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
 
 A row's first tile of keys is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that
@@ -232,23 +233,68 @@ def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.const
     """Scores as the user's functions leave them, -inf where a pair does not count. A score_mod takes raw products and gives scores
     in base 2. The FIRST tile may be a partial one, a full one, whose mask is not asked, or the one of a row that has none."""
     S: gl.constexpr = sums_of(BLOCK_N)
-    batch, head, first, kv_len, scale, _, is_partial, is_full, known = place
+    batch, head, first, scale, _, is_partial, is_full, known, ends, kv_len = place
     if SCORE_MOD is None:
         scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
-    if SCORE_MOD is not None or KIND != FULL:
+    if SCORE_MOD is not None or (KIND != FULL and MASK_MOD is not None):
         q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, gl.SliceLayout(1, S)), 1)
         kv_idx = gl.expand_dims(opaque(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))), 0)
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
     if KIND != FULL:
-        if MASK_MOD is not None:  # of keys before kv_len
-            keep = MASK_MOD(batch, head, q_idx, kv_idx, kv_len, caps, known)
-        else:
-            keep = kv_idx < kv_len
+        lower, upper = ends
         if KIND == FIRST:
-            keep = (keep & is_partial) | is_full
-        scores = gl.where(keep, scores, float("-inf"))
+            lower = gl.where(is_partial, lower, 0)
+            upper = gl.where(is_partial, upper, gl.where(is_full, kv_len, 0))
+        scores = within(scores, lower - block * BLOCK_N, upper - block * BLOCK_N, BLOCK_N)
+        if MASK_MOD is not None:  # what it asks besides
+            keep = MASK_MOD(batch, head, q_idx, kv_idx, caps, known)
+            if KIND == FIRST:
+                keep = keep | is_full
+            scores = gl.where(keep, scores, float("-inf"))
     return scores
+
+
+@gluon.jit
+def within(scores, lower, upper, BLOCK_N: gl.constexpr):
+    """Scores [64, BLOCK_N] of the columns lower .. upper of each row [64, 1], -inf elsewhere."""
+    S: gl.constexpr = sums_of(BLOCK_N)
+    APART: gl.constexpr = [QUERIES, BLOCK_N // 8, 4, 2]  # a lane has two of each eight columns
+    P: gl.constexpr = gl.reshape(scores, APART).type.layout
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, P))  # [64, 4]
+    ROWS: gl.constexpr = gl.SliceLayout(1, LANES)
+    lane = gl.expand_dims(2 * gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
+    begin = elements_before(gl.expand_dims(rows_in(lower, ROWS), 1) - lane, BLOCK_N)
+    end = elements_before(gl.expand_dims(rows_in(upper, ROWS), 1) - lane, BLOCK_N)
+    bits = gl.inline_asm_elementwise(
+        "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [begin, gl.maximum(end - begin, 0)], dtype=gl.int32, is_pure=True, pack=1
+    )
+    eighth = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, P))))
+    odd = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, P))))
+    at = 2 * gl.expand_dims(gl.expand_dims(gl.expand_dims(eighth, 0), 2), 3)
+    at += gl.expand_dims(gl.expand_dims(gl.expand_dims(odd, 0), 1), 2)
+    own = gl.expand_dims(gl.expand_dims(bits, 1), 3)
+    # in assembly, as otherwise the compiler packs the comparisons of a thread into bits and takes them out again
+    text: gl.constexpr = (
+        "{ .reg .pred kept; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 kept, bit, 0; selp.f32 $0, $1, 0fFF800000, kept; }"
+    )
+    kept = gl.inline_asm_elementwise(
+        text, "=f,f,r,r", [gl.reshape(scores, APART), own, 1 << at], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.reshape(kept, [QUERIES, BLOCK_N]), S, assert_trivial=True)
+
+
+@gluon.jit
+def rows_in(values, LAYOUT: gl.constexpr):
+    """[64, 1] -> [64], in the same registers."""
+    return gl.convert_layout(gl.reshape(values, [QUERIES]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def elements_before(column, BLOCK_N: gl.constexpr):
+    """How many elements the first of the four lanes of a row has before a column; for another lane two columns a lane are taken off."""
+    whole = (column >> 3) * 2 + gl.minimum(column & 7, 2)
+    return gl.minimum(gl.maximum(whole, 0), BLOCK_N // 4)
 
 
 @gluon.jit
@@ -346,7 +392,7 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
     barrier_arrive(K_FREE + buffer, THREADS)
     scores = modified(scores, block, place, caps, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
     LAZY: gl.constexpr = IS_LAZY and KIND != FIRST
-    probs, correction, peak, total, top = update(scores, place[5], peak, total, top, BLOCK_N, LAZY, WANT_MAX)
+    probs, correction, peak, total, top = update(scores, place[4], peak, total, top, BLOCK_N, LAZY, WANT_MAX)
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier_arrive(V_FREE + (buffer ^ 1), THREADS)
     if KIND == FIRST:
@@ -418,7 +464,7 @@ def write_part(out, batch, head, first, column, OUT, o_tile, COLUMNS: gl.constex
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes,
-            SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
+            SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
             QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
             Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """One warpgroup: 64 queries of each tile, from their first keys to their output. The step of a tile's first keys is also that of
@@ -462,10 +508,14 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         first = gl.load(line) * (WARPGROUPS * QUERIES) + GROUP * QUERIES
         is_partial = gl.load(line + 2) > 0
         is_full = (gl.load(line + 1) > 0) & (not is_partial)
+        q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, R), 1)
         known = caps
         if KNOWN is not None:  # captured values that are the same for every key
-            known = KNOWN(batch, head, gl.expand_dims(first + gl.arange(0, QUERIES, R), 1), caps)
-        place = (batch, head, first, kv_len, scale, factor, is_partial, is_full, known)
+            known = KNOWN(batch, head, q_idx, caps)
+        ends = (q_idx * 0, q_idx * 0 + kv_len)
+        if ENDS is not None:  # of the keys before kv_len
+            ends = ENDS(batch, head, q_idx, kv_len, caps, known)
+        place = (batch, head, first, scale, factor, is_partial, is_full, known, ends, kv_len)
         _, first_full, _, _ = tiles.first_span(line, FULL)
         _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
         block = gl.where(is_partial, first_partial, first_full)
@@ -512,7 +562,7 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
 @gluon.jit
 def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides, k_strides, v_strides, out_strides, caps,
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
-                             SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
+                             SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
                              QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
                              BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
                              WANT_MAX: gl.constexpr):
@@ -546,20 +596,20 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     # registers of a thread: the copying warp 24, the others what is left
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, MASK_MOD,
-                       KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -198,6 +198,13 @@ def within(index, lower, upper):
 
 
 @triton.jit
+def row_end(value, index):
+    """An end of each row's keys as an int32 that is not negative, of the shape of an index."""
+    value = value + index * 0
+    return tl.minimum(tl.maximum(value, 0), 2147483647).to(tl.int32)
+
+
+@triton.jit
 def total(value, AXIS: tl.constexpr):
     """Sum over one tile axis, which stays with size 1."""
     return tl.expand_dims(tl.sum(value, AXIS), AXIS)
