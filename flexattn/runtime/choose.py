@@ -230,6 +230,14 @@ def likely_tiles(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig,
     return configs[:1] if devices.is_capturing(problem.q.device) else question.candidates
 
 
+def unbuilt(problem: Problem, plan: Plan, kernel: str) -> KernelSpec | None:
+    """What a call will most likely have built for a kernel; None where it was built before, or several would be, to be timed."""
+    if plan.memo.get(("last", _group(problem, kernel))) is not None or _is_tuned(problem, kernel):
+        return None
+    target, facts = devices.target_for(problem.q.device), _likely_facts(problem, plan, kernel)
+    return KernelSpec(kernel=kernel, target=target, config=legal_tiles(problem, plan, kernel)[0], **facts)
+
+
 def tiles_of(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, str]:
     """The tiles a call would run with, and why those, for people; times nothing.
 
@@ -410,5 +418,6 @@ __all__ = [
     "likely_tiles",
     "tiles_of",
     "tiles_on_hopper",
+    "unbuilt",
     "why_portable",
 ]

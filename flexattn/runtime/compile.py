@@ -1,7 +1,7 @@
 """KernelSource -> something that can be launched: writes leaf files, compiles in memory of specs, counts builds.
 
 The idea: triton.jit's own argument binder is bypassed. The compiled kernel is started directly with a flat argument list,
-so nothing about the values of the arguments can trigger another build.
+so nothing about the values of the arguments can trigger another build. What will be asked for soon is compiled ahead, in threads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -26,7 +27,9 @@ from flexattn.runtime.device import stream_of
 
 _KERNELS: dict[tuple[KernelSpec, int], Kernel] = {}
 _FAILED: dict[KernelSpec, Exception] = {}
-_LOCK = threading.RLock()
+_AHEAD: dict[KernelSpec, Future[Any]] = {}  # compiled, or being compiled, and not asked for yet
+_LOCK = threading.Lock()
+_LEAF_LOCK = threading.Lock()  # a thread that compiles ahead takes it while _LOCK's holder waits for that thread
 T = TypeVar("T")
 
 
@@ -228,7 +231,7 @@ def leaf_arguments(source: KernelSource) -> dict[str, Any]:
 def leaf_module(text: str, digest: str) -> ModuleType:
     """The generated module, written once to the cache folder (by a rename, so that readers never see half a file)."""
     name = f"flexattn_leaves_{digest}"
-    with _LOCK:
+    with _LEAF_LOCK:
         if name in sys.modules:
             return sys.modules[name]
         path = _write_leaf(text, f"{name}.py")
@@ -282,6 +285,23 @@ def _path(argument: int, position: int | None) -> tuple[int, ...]:
     return (argument,) if position is None else (argument, position)
 
 
+_AHEAD_AT_ONCE = 4
+
+
+def build_ahead(spec: KernelSpec, device: torch.device) -> None:
+    """Starts compiling a kernel in a thread, unless it is there, for `kernel_for` to wait for: the compiler's passes and the
+    assembler leave Python to others. What fails there fails when the kernel is asked for."""
+    with _LOCK:
+        is_known = (spec, device.index or 0) in _KERNELS or spec in _FAILED or spec in _AHEAD
+        if not is_known and not spec.target.is_interpreter:
+            _AHEAD[spec] = _threads().submit(lambda: build(emit(spec)))
+
+
+@functools.lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_AHEAD_AT_ONCE, thread_name_prefix="flexattn compiles")
+
+
 def kernel_for(spec: KernelSpec, device: torch.device) -> Kernel | InterpretedKernel:
     """The kernel of a spec on a device, compiled on first use and counted.
 
@@ -300,9 +320,11 @@ def _make(key: tuple[KernelSpec, int]) -> Any:
     if spec in _FAILED:
         raise _FAILED[spec]
     try:
-        source = emit(spec)
-        interpreted = spec.target.is_interpreter
-        kernel: Any = InterpretedKernel(source) if interpreted else Kernel(source, _loaded(build(source)))
+        source, ahead = emit(spec), _AHEAD.pop(spec, None)
+        if spec.target.is_interpreter:
+            kernel: Any = InterpretedKernel(source)
+        else:
+            kernel = Kernel(source, _loaded(build(source) if ahead is None else ahead.result()))
         if spec.is_gluon:
             _refuse_spills(kernel.compiled.n_spills)
     except Exception as error:
@@ -368,6 +390,7 @@ def clear() -> None:
     with _LOCK:
         _KERNELS.clear()
         _FAILED.clear()
+        _AHEAD.clear()
 
 
 __all__ = [
@@ -375,6 +398,7 @@ __all__ = [
     "Kernel",
     "announce",
     "build",
+    "build_ahead",
     "clear",
     "first_that_builds",
     "flat_arguments",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.codegen.spec import KernelSpec, capture_layout, fresh_layout, tensor_layout, wide_number
+from flexattn.codegen.spec import KernelSpec, TensorLayout, capture_layout, fresh_layout, tensor_layout, wide_number
 from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.errors import CompileError
 from flexattn.runtime import device as devices
@@ -29,10 +29,14 @@ from flexattn.runtime.choose import (
     forward_kernel,
     likely_backward_kernels,
     likely_tiles,
+    unbuilt,
 )
-from flexattn.runtime.compile import Starts, first_that_builds, flat_arguments, keep_ready
+from flexattn.runtime.compile import Starts, build_ahead, first_that_builds, flat_arguments, keep_ready
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
+
+if TYPE_CHECKING:
+    from flexattn.frontend.block_mask import BlockMask
 
 _LINE_LIMIT = (1 << 31) - 1
 _FUSED_ROWS = 128  # the fused backward's statistics come in multiples of these, which all of its query tiles divide
@@ -120,19 +124,40 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
     Args:
         problem, plan: One call that may need gradients.
     """
-    if problem.block_mask is None:  # then lengths say everything
+    mask, begun = problem.block_mask, ("begun", problem.q.device.index)
+    if mask is None and begun in plan.memo:  # then lengths say everything
         return
-    predicate, ready = problem.block_mask.predicate, ("ready", id(plan))
+    predicate, ready = None if mask is None else mask.predicate, ("ready", id(plan))
     if predicate is not None and ready in predicate.tables:
         return
     forward_one, _ = forward_kernel(problem, plan)
     likely, _ = likely_backward_kernels(problem, plan)
-    kernels = dict.fromkeys((forward_one, "dq", "dkdv", *likely))  # not all gradients may be asked for
-    tiles = ((kernel, config) for kernel in kernels for config in likely_tiles(problem, plan, kernel))
-    cuts = dict.fromkeys(_cut(config, kernel in _BY_COLUMN) for kernel, config in tiles)
-    prepare_tables(problem, problem.block_mask, tuple(cuts))
+    _build_ahead(problem, plan, (forward_one, *likely))
+    if mask is None:
+        plan.memo[begun] = True
+        return
+    _make_tables(problem, plan, mask, (forward_one, "dq", "dkdv", *likely))  # not all gradients may be asked for
     if predicate is not None and predicate.reusable and not devices.is_capturing(problem.q.device):
         predicate.tables[ready] = plan  # kept, so that no other plan gets its id
+
+
+def _build_ahead(problem: Problem, plan: Plan, kernels: Sequence[str]) -> None:
+    """Starts compiling those kernels that a plan's first call will wait for, while its tables, with kernels of their own, are made."""
+    device = problem.q.device
+    for kernel in kernels:
+        spec = unbuilt(problem, plan, kernel)
+        if spec is None:
+            continue
+        build_ahead(spec, device)
+        if kernel in _BACKWARD:
+            build_ahead(_delta_spec(spec.v_dim, problem.q.dtype, spec.layouts[3], False, device), device)
+        if kernel == "hopper_backward":
+            build_ahead(_dq_spec(spec, problem.q), device)
+
+
+def _make_tables(problem: Problem, plan: Plan, mask: BlockMask, kernels: Sequence[str]) -> None:
+    tiles = [(kernel, config) for kernel in dict.fromkeys(kernels) for config in likely_tiles(problem, plan, kernel)]
+    prepare_tables(problem, mask, tuple(dict.fromkeys(_cut(config, kernel in _BY_COLUMN) for kernel, config in tiles)))
 
 
 def _with_unit_strides(problem: Problem) -> Problem:
@@ -154,6 +179,7 @@ def _with_unit_strides(problem: Problem) -> Problem:
 
 
 # ---------------------------------------------------------------- launches that are ready
+_BACKWARD = ("dq", "dkdv", "hopper_backward")
 _BY_COLUMN = ("dkdv", "hopper_backward")  # kernels that walk the queries of a tile of keys
 _EACH_CALL = ("caps", "sums", "batch_step", "head_step")  # arguments that follow tensors and values, not sizes
 
@@ -203,8 +229,12 @@ def _run(
 
 
 def _forward_ready(problem: Problem, plan: Plan, make: Callable[[str], Ready]) -> Ready:
-    """A launch of the kernel for Hopper where it serves and builds, else of the portable one."""
+    """A launch of the kernel for Hopper where it serves and builds, else of the portable one; the table it walks is made while it is
+    being compiled."""
     kernel, _ = forward_kernel(problem, plan)
+    _build_ahead(problem, plan, (kernel,))
+    if problem.block_mask is not None:
+        _make_tables(problem, plan, problem.block_mask, (kernel,))
     try:
         return make(kernel)
     except CompileError:
@@ -327,11 +357,7 @@ def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_s
     launch = known.get(key)
     if launch is None:
         batch, heads, q_len, v_dim = out.shape
-        spec = KernelSpec(
-            kernel="delta", target=devices.target_for(out.device), config=delta_config(padded(v_dim), out.element_size()),
-            qk_dim=v_dim, v_dim=v_dim, layouts=(fresh_layout(out.dtype, v_dim),) * 3 + (tensor_layout(d_out),),
-            has_d_lse=has_d_lse,
-        )  # fmt: skip
+        spec = _delta_spec(v_dim, out.dtype, tensor_layout(d_out), has_d_lse, out.device)
         _, kernel = first_that_builds([spec], out.device)
         lines = -(-row_step // spec.config.BLOCK_M)
         fixed = {
@@ -340,6 +366,15 @@ def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_s
         }  # fmt: skip
         launch = keep_ready(known, key, kernel.fix(batch * heads * lines, fixed))
     return launch
+
+
+def _delta_spec(
+    v_dim: int, dtype: torch.dtype, d_out: TensorLayout, has_d_lse: bool, device: torch.device
+) -> KernelSpec:
+    return KernelSpec(
+        kernel="delta", target=devices.target_for(device), config=delta_config(padded(v_dim), dtype.itemsize), qk_dim=v_dim,
+        v_dim=v_dim, layouts=(fresh_layout(dtype, v_dim),) * 3 + (d_out,), has_d_lse=has_d_lse,
+    )  # fmt: skip
 
 
 def run_fused(problem: Problem, plan: Plan, common: Common) -> tuple[Tensor, Tensor, Tensor]:
@@ -378,9 +413,7 @@ def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tens
     known: dict[Any, Starts] = plan.memo.setdefault("fused dq", {})
     launch = known.get(key)
     if launch is None:
-        layouts = (fresh_layout(q.dtype, q.shape[3]),) * 4
-        plain = replace(spec, kernel="hopper_dq", layouts=layouts, score=None, mask=None, captures=(), wide_numbers=())
-        _, kernel = first_that_builds([plain], q.device)
+        _, kernel = first_that_builds([_dq_spec(spec, q)], q.device)
         pairs, lines = q.shape[0] * q.shape[1], _fused_rows(q.shape[2]) // spec.config.BLOCK_M
         fixed = {
             "dq_strides": dq.stride(), "scale": float(problem.scale), "q_heads": q.shape[1], "q_len": q.shape[2], "pairs": pairs,
@@ -389,6 +422,12 @@ def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tens
         launch = keep_ready(known, key, kernel.fix(pairs * lines, fixed))
     launch({"DQ_SUMS": sums, "DQ": dq}, device=q.device)
     return dq
+
+
+def _dq_spec(fused: KernelSpec, q: Tensor) -> KernelSpec:
+    """The post-pass of a fused backward, which knows nothing of mods."""
+    layouts = (fresh_layout(q.dtype, q.shape[3]),) * 4
+    return replace(fused, kernel="hopper_dq", layouts=layouts, score=None, mask=None, captures=(), wide_numbers=())
 
 
 def run_dq(
