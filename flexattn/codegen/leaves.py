@@ -33,7 +33,7 @@ def arguments_of(spec: KernelSpec) -> tuple[Arguments, Arguments]:
     """Where the score and the mask program find their captures and numbers in the flat tuple `caps`."""
     slots, at = [], 0
     for layout in spec.captures:
-        slots.append(CaptureSlots(at, layout.rank, layout.dtype, layout.is_wide))
+        slots.append(CaptureSlots(at, *layout))
         at += 1 + 2 * layout.rank
     scores = len(spec.score.captures) if spec.score else 0
     numbers = tuple((at + i, kind, spec.wide_numbers[i]) for i, kind in enumerate(spec.number_kinds))

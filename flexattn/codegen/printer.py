@@ -39,17 +39,19 @@ class CaptureSlots(NamedTuple):
     """Where a captured tensor lies in the flat argument tuple: pointer, then sizes, then strides."""
 
     pointer: int
-    rank: int
     storage: str
+    rank: int
     is_wide: bool
+    is_unit: bool
 
     def size(self, axis: int) -> str:
         """Text of the size of a dimension."""
         return f"caps[{self.pointer + 1 + axis}]"
 
-    def stride(self, axis: int) -> str:
-        """Text of the stride of a dimension, in elements."""
-        return f"caps[{self.pointer + 1 + self.rank + axis}]"
+    def offset(self, axis: int, index: str) -> str:
+        """Text of how many elements an index in a dimension lies from its first."""
+        is_last = axis == self.rank - 1
+        return index if self.is_unit and is_last else f"{index} * caps[{self.pointer + 1 + self.rank + axis}]"
 
 
 class Arguments(NamedTuple):
@@ -161,9 +163,10 @@ class Printer:
         slots, index = self._slots(node), self.index(node)
         pointer = f"caps[{slots.pointer}]"
         if index.inside is not None:
-            offset = " + ".join(f"{p.text} * {slots.stride(axis)}" for axis, p in enumerate(index.parts))
+            offset = " + ".join(slots.offset(axis, p.text) for axis, p in enumerate(index.parts))
             other = "0" if slots.storage[0] in "iu" else 'float("nan")'
-            text = f"tl.load({pointer} + ({offset}), mask={index.inside}, other={other})"
+            offset = offset if offset.isidentifier() else f"({offset})"
+            text = f"tl.load({pointer} + {offset}, mask={index.inside}, other={other})"
         else:
             text = f"tl.load({pointer})"
         return self._name(_loaded(text, slots.storage, node.dtype))

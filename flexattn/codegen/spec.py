@@ -1,7 +1,7 @@
 """Everything that can change a kernel's text or binary, frozen: reads layouts and programs, makes hashable cache keys.
 
 The idea: if something is no field here it cannot change the kernel. Lengths, batch and head counts, strides, captured
-sizes and the values of numbers are therefore absent; only classes of them (32 or 64 bit, aligned or not) are here.
+sizes and the values of numbers are therefore absent; only classes of them (32 or 64 bit, aligned or not, stride 1 or not) are here.
 """
 
 from __future__ import annotations
@@ -59,11 +59,19 @@ class TensorLayout(NamedTuple):
 
 
 class CaptureLayout(NamedTuple):
-    """Facts about one captured tensor: storage type, rank, and whether offsets in it need 64 bits."""
+    """Facts about one captured tensor.
+
+    Args:
+        dtype: Its storage type.
+        rank: Its number of dimensions.
+        is_wide: Offsets in it need 64 bits.
+        is_unit: The last stride is 1, or is never multiplied with anything but 0.
+    """
 
     dtype: str
     rank: int
     is_wide: bool
+    is_unit: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +183,8 @@ def capture_layout(tensor: torch.Tensor) -> CaptureLayout:
 @lru_cache(maxsize=4096)
 def _capture_layout(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> CaptureLayout:
     reach = sum((n - 1) * abs(s) for n, s in zip(shape, strides) if n > 0)
-    return CaptureLayout(type_name(dtype), len(shape), max(reach, shape.numel()) > LIMIT_32)
+    is_unit = not shape or shape[-1] <= 1 or strides[-1] == 1
+    return CaptureLayout(type_name(dtype), len(shape), max(reach, shape.numel()) > LIMIT_32, is_unit)
 
 
 def wide_number(value: Any) -> bool:

@@ -100,6 +100,16 @@ def test_reads_are_guarded_and_negative_indices_wrap() -> None:
     assert "mask=(kv_idx < caps[1]), other=0) != 0" in text
 
 
+def test_a_last_stride_of_1_is_not_multiplied_with() -> None:
+    table = torch.zeros(6, 8)
+    score = lambda s, b, h, i, j: s + table[h, j]
+    assert "tl.load(caps[0] + (h * caps[3] + kv_idx), " in score_text(score)
+    table = table.t()
+    assert "tl.load(caps[0] + (h * caps[3] + kv_idx * caps[4]), " in score_text(score)
+    row = torch.zeros(8)
+    assert "tl.load(caps[0] + kv_idx, " in score_text(lambda s, b, h, i, j: s + row[j])
+
+
 def test_shared_nodes_have_one_name() -> None:
     text = score_text(lambda s, b, h, i, j: torch.exp(s) / (1.0 + torch.exp(s)))
     assert text.count("tl.exp(score)") == 1
@@ -169,6 +179,10 @@ def test_layout_facts() -> None:
     assert not tensor_layout(huge).is_wide
     assert tensor_layout(torch.empty(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (1, 1, 1 << 25, 1))).is_wide
     assert capture_layout(torch.zeros(1).as_strided((2,), (0,))).is_wide is False
+    table = torch.zeros(6, 8)
+    of_one = table[:, :1].as_strided((6, 1), (8, 5))
+    assert all(capture_layout(t).is_unit for t in (table, table[::2], of_one, table[:, :0], table[0, 0]))
+    assert not any(capture_layout(t).is_unit for t in (table.t(), table[:, ::2], table[:, :1].expand(6, 8)))
     with pytest.raises(UnsupportedError, match="bfloat16, float16 and float32"):
         tensor_layout(torch.zeros(1, 1, 1, 1, dtype=torch.float64))
     with pytest.raises(DTypeError, match="captured"):
