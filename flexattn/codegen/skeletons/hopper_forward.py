@@ -246,18 +246,19 @@ def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.const
         if KIND == FIRST:
             lower = gl.where(is_partial, lower, 0)
             upper = gl.where(is_partial, upper, gl.where(is_full, kv_len, 0))
-        scores = within(scores, lower - block * BLOCK_N, upper - block * BLOCK_N, BLOCK_N)
+        asked = gl.full([QUERIES, BLOCK_N], 1, gl.int32, S)
         if MASK_MOD is not None:  # what it asks besides
             keep = MASK_MOD(batch, head, q_idx, kv_idx, caps, known)
             if KIND == FIRST:
                 keep = keep | is_full
-            scores = gl.where(keep, scores, float("-inf"))
+            asked = gl.where(keep, asked, 0)
+        scores = within(scores, lower - block * BLOCK_N, upper - block * BLOCK_N, asked, BLOCK_N)
     return scores
 
 
 @gluon.jit
-def within(scores, lower, upper, BLOCK_N: gl.constexpr):
-    """Scores [64, BLOCK_N] of the columns lower .. upper of each row [64, 1], -inf elsewhere."""
+def within(scores, lower, upper, asked, BLOCK_N: gl.constexpr):
+    """Scores [64, BLOCK_N] of the columns lower .. upper of each row [64, 1] where asked is not 0, -inf elsewhere."""
     S: gl.constexpr = sums_of(BLOCK_N)
     APART: gl.constexpr = [QUERIES, BLOCK_N // 8, 4, 2]  # a lane has two of each eight columns
     P: gl.constexpr = gl.reshape(scores, APART).type.layout
@@ -274,13 +275,14 @@ def within(scores, lower, upper, BLOCK_N: gl.constexpr):
     at = 2 * gl.expand_dims(gl.expand_dims(gl.expand_dims(eighth, 0), 2), 3)
     at += gl.expand_dims(gl.expand_dims(gl.expand_dims(odd, 0), 1), 2)
     own = gl.expand_dims(gl.expand_dims(bits, 1), 3)
-    # in assembly, as otherwise the compiler packs the comparisons of a thread into bits and takes them out again
+    # in assembly, as otherwise the compiler packs the comparisons of a thread into bits and takes them out again; where a mask asked,
+    # its comparison and the bit are one condition to the assembler only if `and.pred` joins them
     text: gl.constexpr = (
-        "{ .reg .pred kept; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 kept, bit, 0; selp.f32 $0, $1, 0fFF800000, kept; }"
+        "{ .reg .pred kept, also; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 kept, bit, 0; setp.ne.b32 also, $4, 0; "
+        "and.pred kept, kept, also; selp.f32 $0, $1, 0fFF800000, kept; }"
     )
-    kept = gl.inline_asm_elementwise(
-        text, "=f,f,r,r", [gl.reshape(scores, APART), own, 1 << at], dtype=gl.float32, is_pure=True, pack=1
-    )
+    operands = [gl.reshape(scores, APART), own, 1 << at, gl.reshape(asked, APART)]
+    kept = gl.inline_asm_elementwise(text, "=f,f,r,r,r", operands, dtype=gl.float32, is_pure=True, pack=1)
     return gl.convert_layout(gl.reshape(kept, [QUERIES, BLOCK_N]), S, assert_trivial=True)
 
 
