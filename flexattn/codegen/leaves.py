@@ -60,18 +60,15 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
     texts: dict[str, str] = {}
     if spec.mask is not None and spec.kernel == "fill":
         return {"ZONES": _zones(spec, spec.mask, mask_arguments)}
-    known: dict[Expr, Value] = {}
+    of_score, of_mask = dict[Expr, Value](), dict[Expr, Value]()  # what is read beforehand
     if spec.is_gluon:
-        lines, known = _known_lines(spec, score_arguments, mask_arguments)
-        if known:
-            index = "kv_idx" if spec.kernel == "hopper_backward" else "q_idx"
-            texts["KNOWN"] = _function("known", f"b, h, {index}, caps", lines)
+        of_score, of_mask = _known(spec, (score_arguments, mask_arguments), texts)
     if spec.score is not None:
-        texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, known)
+        texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, of_score)
     if spec.mask is not None and spec.kernel == "hopper_forward":
-        texts |= _ends_and_rest(spec, spec.mask, mask_arguments, known)
+        texts |= _ends_and_rest(spec, spec.mask, mask_arguments, of_mask)
     elif spec.mask is not None:
-        texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments, known)
+        texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments, of_mask)
     if spec.mask is not None and spec.kernel == "block_map":
         found = box_bounds(spec.mask)
         texts["MASK_BOUNDS"] = _bounds(spec, "mask_bounds", (found.must, found.may), mask_arguments)
@@ -99,24 +96,27 @@ def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
     return f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
 
 
-def _known_lines(
-    spec: KernelSpec, score_arguments: Arguments, mask_arguments: Arguments
-) -> tuple[list[str], dict[Expr, Value]]:
-    """Lines of a function that reads what is the same for all that a program walks (keys, or queries in the backward), once, and how
-    the others name what it found."""
-    walked = DEP_Q if spec.kernel == "hopper_backward" else DEP_KV
+def _known(
+    spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts: dict[str, str]
+) -> tuple[dict[Expr, Value], dict[Expr, Value]]:
+    """Adds a function that reads what is the same for all that a program walks (keys, or queries in the backward), once; gives how the
+    score's and how the mask's function name what it found, as one expression reads another tensor in each."""
+    walked, own = (DEP_Q, "kv_idx") if spec.kernel == "hopper_backward" else (DEP_KV, "q_idx")
     lines: list[str] = []
-    known: dict[Expr, Value] = {}
-    for program, arguments in ((spec.score, score_arguments), (spec.mask, mask_arguments)):
+    results: list[str] = []
+    named: list[dict[Expr, Value]] = []
+    for program, slots in zip((spec.score, spec.mask), arguments):
         nodes = topological([program.body]) if program is not None else []
         reads = [n for n in nodes if n.op == "load" and not n.deps & (walked | DEP_SCORE)]
-        printer = Printer(spec, arguments)
+        printer = Printer(spec, slots)
         values = printer.print(reads)
-        lines += printer.lines
-        for read, value in zip(reads, values):
-            lines.append(f"k{len(known)} = {value.text}")
-            known[read] = value._replace(text=f"known[{len(known)}]", depth=0)
-    return [*lines, f"return ({', '.join(f'k{n}' for n in range(len(known)))},)"], known
+        at = len(results)
+        results += [f"k{at + n}" for n in range(len(reads))]
+        lines += printer.lines + [f"{name} = {value.text}" for name, value in zip(results[at:], values)]
+        named.append({r: v._replace(text=f"known[{at + n}]", depth=0) for n, (r, v) in enumerate(zip(reads, values))})
+    if results:
+        texts["KNOWN"] = _function("known", f"b, h, {own}, caps", [*lines, f"return ({', '.join(results)},)"])
+    return named[0], named[1]
 
 
 def _score(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:

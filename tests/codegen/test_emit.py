@@ -110,6 +110,15 @@ def test_a_last_stride_of_1_is_not_multiplied_with() -> None:
     assert "tl.load(caps[0] + kv_idx, " in score_text(lambda s, b, h, i, j: s + row[j])
 
 
+@pytest.mark.parametrize("kernel", ["hopper_forward", "hopper_backward"])
+def test_one_expression_reads_the_tensor_of_its_own_function(kernel: str) -> None:
+    added, kept = torch.zeros(8), torch.zeros(8)
+    texts = leaf_functions(spec_with(lambda s, b, h, i, j: s + added[b], lambda b, h, i, j: kept[b] > 0, kernel))
+    assert "k0 = t0" in texts["KNOWN"] and "k1 = t0" in texts["KNOWN"] and "return (k0, k1,)" in texts["KNOWN"]
+    assert "known[0]" in texts["SCORE_MOD"] and "known[1]" in texts["MASK_MOD"]
+    assert "known[1]" not in texts["SCORE_MOD"] and "known[0]" not in texts["MASK_MOD"]
+
+
 def test_shared_nodes_have_one_name() -> None:
     text = score_text(lambda s, b, h, i, j: torch.exp(s) / (1.0 + torch.exp(s)))
     assert text.count("tl.exp(score)") == 1
