@@ -322,8 +322,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
         is_lazy = v_pad > 64 or spec.mask is not None  # measured: not where heads are narrow and every tile is full
         return {
-            "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "QK_PAD": qk_pad, "QK_USED": qk_used, "V_PAD": v_pad,
-            "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
+            "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "QK_PAD": qk_pad, "QK_USED": qk_used,
+            "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
             "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
             "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
         }  # fmt: skip

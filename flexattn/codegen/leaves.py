@@ -6,13 +6,14 @@ byte for byte the same for the same structure; the file it is written to is name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
 from flexattn.codegen.regrouped import Ends, ends_of, in_base_2, one_index_a_side, slope_of
 from flexattn.codegen.spec import KernelSpec
+from flexattn.codegen.tile_config import padded
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
 from flexattn.frontend.gradient import is_bounded, passes_gradient, score_gradient, score_slope
@@ -27,6 +28,7 @@ from flexattn.codegen.skeletons import leaf_ops
 # Functions that Triton compiles are inlined in kernels of Gluon as they are, where a tensor's layout follows from its operands.
 _OTHER_WORDS = {"gluon": {"tl.full([], ": "leaf_ops.scalar("}}  # a number has none
 _INDICES = "b, h, q_idx, kv_idx"
+_TILE = DEP_Q | DEP_KV | DEP_SCORE
 
 
 def arguments_of(spec: KernelSpec) -> tuple[Arguments, Arguments]:
@@ -62,7 +64,7 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
         return {"ZONES": _zones(spec, spec.mask, mask_arguments)}
     of_score, of_mask = dict[Expr, Value](), dict[Expr, Value]()  # what is read beforehand
     if spec.is_gluon:
-        of_score, of_mask = _known(spec, (score_arguments, mask_arguments), texts)
+        of_score, of_mask = _read_before(spec, (score_arguments, mask_arguments), texts)
     if spec.score is not None:
         texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, of_score)
     if spec.mask is not None and spec.kernel == "hopper_forward":
@@ -96,27 +98,66 @@ def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
     return f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
 
 
-def _known(
-    spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts: dict[str, str]
-) -> tuple[dict[Expr, Value], dict[Expr, Value]]:
-    """Adds a function that reads what is the same for all that a program walks (keys, or queries in the backward), once; gives how the
-    score's and how the mask's function name what it found, as one expression reads another tensor in each."""
-    walked, own = (DEP_Q, "kv_idx") if spec.kernel == "hopper_backward" else (DEP_KV, "q_idx")
+_Known = tuple[
+    dict[Expr, Value], dict[Expr, Value]
+]  # how the score's and the mask's function name what was read before
+
+
+def _read_before(spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts: dict[str, str]) -> _Known:
+    """Adds functions that read what need not be read for each pair: what is the same for all that a program walks (keys, or queries in
+    the backward), once; and in the forward runs of rows along those, once a tile, as far as registers are left."""
+    walked, other, own = (DEP_Q, "q_idx", "kv_idx") if spec.kernel == "hopper_backward" else (DEP_KV, "kv_idx", "q_idx")
+    lines, known = _reads(spec, arguments, "known", lambda deps: not deps & (walked | DEP_SCORE))
+    if any(known):
+        texts["KNOWN"] = _function("known", f"b, h, {own}, caps", lines)
+    if spec.kernel == "hopper_backward":
+        return known
+    lines, seen = _reads(spec, arguments, "seen", lambda deps: deps & _TILE == walked, known, run=other)
+    if any(seen):
+        texts["SEEN"] = _function("seen", "b, h, first, columns, caps, known", lines)
+    return known[0] | seen[0], known[1] | seen[1]
+
+
+def _reads(
+    spec: KernelSpec, arguments: tuple[Arguments, Arguments], name: str, is_wanted: Callable[[int], bool],
+    known: _Known = ({}, {}), *, run: str | None = None,
+) -> tuple[list[str], _Known]:  # fmt: skip
+    """Lines of a function `name` that does the loads with some dependencies, and how others name what it found: by program, as one
+    expression reads another tensor in each."""
     lines: list[str] = []
     results: list[str] = []
-    named: list[dict[Expr, Value]] = []
-    for program, slots in zip((spec.score, spec.mask), arguments):
+    found: list[dict[Expr, Value]] = []
+    left = _registers_left(spec)
+    for program, slots, before in zip((spec.score, spec.mask), arguments, known):
         nodes = topological([program.body]) if program is not None else []
-        reads = [n for n in nodes if n.op == "load" and not n.deps & (walked | DEP_SCORE)]
-        printer = Printer(spec, slots)
+        reads = [n for n in nodes if n.op == "load" and is_wanted(n.deps)]
+        printer = Printer(spec, slots, before, run=run)
+        if run is not None:
+            reads, left = _that_fit([n for n in reads if printer.is_run(n)], spec, left)
         values = printer.print(reads)
         at = len(results)
         results += [f"k{at + n}" for n in range(len(reads))]
-        lines += printer.lines + [f"{name} = {value.text}" for name, value in zip(results[at:], values)]
-        named.append({r: v._replace(text=f"known[{at + n}]", depth=0) for n, (r, v) in enumerate(zip(reads, values))})
-    if results:
-        texts["KNOWN"] = _function("known", f"b, h, {own}, caps", [*lines, f"return ({', '.join(results)},)"])
-    return named[0], named[1]
+        lines += printer.lines + [f"{result} = {value.text}" for result, value in zip(results[at:], values)]
+        found.append({r: v._replace(text=f"{name}[{at + n}]", depth=0) for n, (r, v) in enumerate(zip(reads, values))})
+    return [*lines, f"return ({', '.join(results)},)"], (found[0], found[1])
+
+
+def _registers_left(spec: KernelSpec) -> int:
+    """Of a thread, while scores are being multiplied, by what the assembler then spilled: all but scores, probabilities, the
+    output's sums and 40 others, and no more than 32."""
+    given = 240 if spec.config.BLOCK_M == 128 else 160
+    return min(given - spec.config.BLOCK_N // 2 - spec.config.BLOCK_N // 4 - padded(spec.v_dim) // 2 - 40, 32)
+
+
+def _that_fit(reads: list[Expr], spec: KernelSpec, left: int) -> tuple[list[Expr], int]:
+    """Those whose values fit in the registers that are left, and what is left then: a thread holds a quarter of a tile's columns."""
+    fitting = []
+    for read in reads:
+        taken = max(getattr(torch, read.attr[2]).itemsize, 4) * spec.config.BLOCK_N // 16
+        if taken <= left:
+            fitting.append(read)
+            left -= taken
+    return fitting, left
 
 
 def _score(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
@@ -147,7 +188,7 @@ def _regrouped(spec: KernelSpec, body: Expr) -> Expr:
 
 
 def _captured(spec: KernelSpec) -> str:
-    return "caps, known" if spec.is_gluon else "caps"
+    return "caps, known, seen" if spec.kernel == "hopper_forward" else "caps, known" if spec.is_gluon else "caps"
 
 
 def _mask(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:

@@ -62,17 +62,27 @@ class Arguments(NamedTuple):
 
 
 class Index(NamedTuple):
-    """A load's index texts (wrapped), and the condition under which it may be read (None: rank 0)."""
+    """A load's index texts (wrapped), and a condition of each under which it may be read."""
 
     parts: tuple[Value, ...]
-    inside: str | None
+    checks: tuple[str, ...]
+    inside: str | None  # all of them; None: rank 0
 
 
 class Printer:
-    """Prints nodes into `lines`, but those that are `known`; one per generated function."""
+    """Prints nodes into `lines`, but those that are `known`; one per generated function.
 
-    def __init__(self, spec: KernelSpec, arguments: Arguments, known: Mapping[Expr, Value] | None = None) -> None:
-        self.spec, self.arguments = spec, arguments
+    The function's index `run`, if any, is `first + columns`: one row of a tensor at it is read by way of one address."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        arguments: Arguments,
+        known: Mapping[Expr, Value] | None = None,
+        *,
+        run: str | None = None,
+    ) -> None:
+        self.spec, self.arguments, self.run = spec, arguments, run
         self.lines: list[str] = []
         self.values: dict[Expr, Value] = dict(known or {})
         self.indices: dict[Expr, Index] = {}
@@ -153,7 +163,7 @@ class Printer:
         inside = " & ".join(checks)
         if inside and self.spec.dialect == "triton_interpret":
             inside = f"({inside}) != 0"  # the interpreter widens a scalar truth value when it meets a tile
-        return Index(tuple(parts), inside or None)
+        return Index(tuple(parts), tuple(checks), inside or None)
 
     def _slots(self, node: Expr) -> CaptureSlots:
         slot: int = node.attr[0]
@@ -162,14 +172,27 @@ class Printer:
     def _load(self, node: Expr) -> Value:
         slots, index = self._slots(node), self.index(node)
         pointer = f"caps[{slots.pointer}]"
-        if index.inside is not None:
+        other = "0" if slots.storage[0] in "iu" else 'float("nan")'
+        if self.is_run(node):
+            start = " + ".join([pointer, *(slots.offset(axis, p.text) for axis, p in enumerate(index.parts[:-1]))])
+            size = slots.size(slots.rank - 1)
+            text = (
+                f"leaf_ops.read_run({start}, first, columns, {size}, {' & '.join(index.checks[:-1]) or True}, {other})"
+            )
+        elif index.checks:
             offset = " + ".join(slots.offset(axis, p.text) for axis, p in enumerate(index.parts))
-            other = "0" if slots.storage[0] in "iu" else 'float("nan")'
             offset = offset if offset.isidentifier() else f"({offset})"
             text = f"tl.load({pointer} + {offset}, mask={index.inside}, other={other})"
         else:
             text = f"tl.load({pointer})"
         return self._name(_loaded(text, slots.storage, node.dtype))
+
+    def is_run(self, node: Expr) -> bool:
+        """Whether a load reads neighbours of one row, of which each other index is the same for all."""
+        if self.run is None or not node.args or not self._slots(node).is_unit:
+            return False
+        *others, last = node.args
+        return last.op == "var" and last.attr == self.run and not any(a.deps & (DEP_Q | DEP_KV) for a in others)
 
     def _size(self, node: Expr) -> Value:
         slots = self._slots(node)

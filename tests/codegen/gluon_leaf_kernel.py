@@ -9,7 +9,15 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def apply_leaf(OUT, caps, SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr):
+def apply_leaf(
+    OUT,
+    caps,
+    SCORE_MOD: gl.constexpr,
+    ENDS: gl.constexpr,
+    MASK_MOD: gl.constexpr,
+    KNOWN: gl.constexpr,
+    SEEN: gl.constexpr,
+):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     q_idx = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, layout)), 1)
     kv_idx = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, layout)), 0)
@@ -18,13 +26,16 @@ def apply_leaf(OUT, caps, SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD:
     known = caps
     if KNOWN is not None:
         known = KNOWN(zero, zero, q_idx, caps)
+    seen = caps
+    if SEEN is not None:
+        seen = SEEN(zero, zero, zero, kv_idx, caps, known)
     if SCORE_MOD is not None:
-        score = SCORE_MOD(score, 0.5, zero, zero, q_idx, kv_idx, caps, known)
+        score = SCORE_MOD(score, 0.5, zero, zero, q_idx, kv_idx, caps, known, seen)
     if ENDS is not None:
         lower, upper = ENDS(zero, zero, q_idx, 31, caps, known)
         score = gl.where((lower <= kv_idx) & (kv_idx < upper), score, float("-inf"))
     if MASK_MOD is not None:
-        score = gl.where(MASK_MOD(zero, zero, q_idx, kv_idx, caps, known), score, float("-inf"))
+        score = gl.where(MASK_MOD(zero, zero, q_idx, kv_idx, caps, known, seen), score, float("-inf"))
     gl.store(OUT + q_idx * 32 + kv_idx, score)
 
 
@@ -35,7 +46,7 @@ def translated(module: Any, caps: tuple[str, ...]) -> str:
     from triton.compiler.compiler import make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    leaves = {name: getattr(module, name.lower(), None) for name in ("SCORE_MOD", "ENDS", "MASK_MOD", "KNOWN")}
+    leaves = {name: getattr(module, name.lower(), None) for name in ("SCORE_MOD", "ENDS", "MASK_MOD", "KNOWN", "SEEN")}
     signature = {"OUT": "*fp32", "caps": caps, **dict.fromkeys(leaves, "constexpr")}
     source = GluonASTSource(apply_leaf, signature, leaves)
     target = GPUTarget("cuda", 90, 32)

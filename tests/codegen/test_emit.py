@@ -119,6 +119,24 @@ def test_one_expression_reads_the_tensor_of_its_own_function(kernel: str) -> Non
     assert "known[1]" not in texts["SCORE_MOD"] and "known[0]" not in texts["MASK_MOD"]
 
 
+def test_what_is_the_same_for_all_queries_is_read_once_a_tile_of_keys() -> None:
+    ids, table = torch.zeros(8, dtype=torch.int32), torch.zeros(6, 8)
+    same = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+    texts = leaf_functions(spec_with(lambda s, b, h, i, j: s + table[h, j], same, "hopper_forward"))
+    assert [line.strip() for line in texts["SEEN"].splitlines() if "read_run" in line] == [
+        't0 = leaf_ops.read_run(caps[0] + h * caps[3], first, columns, caps[2], (h < caps[1]), float("nan"))',
+        "t0 = leaf_ops.read_run(caps[5], first, columns, caps[6], True, 0)",
+    ]
+    assert "seen[0]" in texts["SCORE_MOD"] and body(texts["MASK_MOD"]) == "return known[0] == seen[1]"
+    wide = leaf_functions(spec_with(mask=same, kernel="hopper_forward", config=TileConfig(192, 128, 4, 2)))
+    assert "SEEN" not in wide and "read_run" not in wide["MASK_MOD"]  # three warpgroups have no registers for it
+    ids = torch.zeros(16, dtype=torch.int32)[::2]
+    texts = leaf_functions(spec_with(mask=same, kernel="hopper_forward"))
+    assert "SEEN" not in texts and "tl.load(caps[0] + (kv_idx * caps[2]), " in texts["MASK_MOD"]
+    for other in (lambda b, h, i, j: ids[i] > 0, lambda b, h, i, j: ids[i - j] > 0):
+        assert "SEEN" not in leaf_functions(spec_with(mask=other, kernel="hopper_forward"))
+
+
 def test_shared_nodes_have_one_name() -> None:
     text = score_text(lambda s, b, h, i, j: torch.exp(s) / (1.0 + torch.exp(s)))
     assert text.count("tl.exp(score)") == 1

@@ -6,7 +6,10 @@ import importlib.util
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from flexattn.codegen.skeletons import leaf_ops
 from flexattn.codegen.spec import KernelSpec
 from flexattn.frontend.trace import trace
 from flexattn.runtime.compile import leaf_module
@@ -40,6 +43,26 @@ def test_captured_tensors_of_any_strides(view):
     score = torch.randn(ROWS, KEYS, generator=torch.Generator().manual_seed(6))
     leaf = _leaf(spec_of(traced, interpreted=True), "score_mod")
     torch.testing.assert_close(run_leaf(leaf, traced, score), right_values(traced, score))
+
+
+@triton.jit
+def read_kernel(OUT, ROW, first, size, IS_INSIDE: tl.constexpr, OTHER: tl.constexpr):
+    columns = tl.arange(0, 32)[None, :]
+    tl.store(OUT + columns, leaf_ops.read_run(ROW, first, columns, size, first >= 0 if IS_INSIDE else first < 0, OTHER))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "first, offset, is_inside", [(0, 0, True), (32, 0, True), (32, 1, True), (64, 0, True), (0, 0, False)]
+)
+def test_a_run_of_a_row_ends_with_the_row(first, offset, is_inside, dtype):
+    size, other = 80 - offset, float("nan") if dtype.is_floating_point else 0
+    row = torch.arange(1, 81).to(dtype)[offset:]
+    out = torch.zeros(32, dtype=dtype)
+    read_kernel[(1,)](out, row, first, size, is_inside, other)
+    held = row[first : first + 32] if is_inside else row[:0]
+    right = torch.cat([held, torch.full((32 - len(held),), other, dtype=dtype)])
+    torch.testing.assert_close(out, right, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", GOLDENS)

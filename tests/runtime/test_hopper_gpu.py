@@ -26,6 +26,27 @@ GPU = torch.device("cuda", 0)
 ASKED = {"warp_specialized": True}
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 128)]
 causal = lambda b, h, i, j: i >= j
+
+
+def _documents(view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Documents whose ids are a view of a tensor."""
+
+    def make(device: torch.device, case: Case) -> Any:
+        ids = view((torch.arange(2 * case.kv_len) // 26).int().to(device))
+        return None, (lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)), []
+
+    return make
+
+
+def _tables(device: torch.device, case: Case) -> Any:
+    """Tables with a row a head, of which every other one is not aligned to two elements, of narrow and of wide types."""
+    keys, heads = torch.arange(case.kv_len, device=device), torch.arange(case.q_heads, device=device)[:, None]
+    flags, ids = (keys + heads) % 7 != 3, (keys + heads) // 200
+    bias = torch.randn(case.q_heads, case.kv_len, device=device).bfloat16()
+    score = lambda s, b, h, i, j: s + bias[h, j] - bias[h, i]
+    return score, (lambda b, h, i, j: flags[h, j] & (ids[h, i] >= ids[h, j])), []
+
+
 LARGE = {
     "causal": Case(2, 4, 2, 1027, 1300, make=plain(lambda b, h, i, j: i + 273 >= j)),
     "plain": Case(1, 3, 1, 515, 1025),
@@ -34,6 +55,9 @@ LARGE = {
     "alibi": Case(2, 4, 2, 640, 640, make=alibi),
     "relative bias": Case(2, 2, 2, 300, 500, make=relative_bias),
     "documents": Case(1, 2, 2, 900, 900, make=documents),
+    "documents one further": Case(1, 2, 2, 900, 900, make=_documents(lambda ids: ids[1:])),
+    "documents every other": Case(1, 2, 2, 900, 900, make=_documents(lambda ids: ids[::2])),
+    "tables": Case(2, 4, 2, 901, 901, make=_tables),
     "many spans": Case(1, 2, 1, 700, 3000, make=plain(lambda b, h, i, j: (j // 130 + i // 200) % 2 == 0)),
     "empty rows between": Case(1, 1, 1, 1000, 700, make=plain(lambda b, h, i, j: ((i // 250) % 2 == 1) & (j <= i))),
 }

@@ -14,6 +14,7 @@ The ideas, each for one reason:
              first keys is also that of the last values of the queries before, which are written behind it: the tensor cores do not
              wait for the end of one tile and the begin of the next.
   bits       which keys of a tile lie within their row's ends is a bit an element, made for all elements of a thread at once.
+  foresight  captured values that are the same for every query are read while the scores they go with are being multiplied.
   lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
 
 A row's first tile of keys is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that
@@ -228,7 +229,7 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
 
 # ---------------------------------------------------------------- softmax
 @gluon.jit
-def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+def modified(scores, block, place, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
              BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """Scores as the user's functions leave them, -inf where a pair does not count. A score_mod takes raw products and gives scores
     in base 2. The FIRST tile may be a partial one, a full one, whose mask is not asked, or the one of a row that has none."""
@@ -240,7 +241,7 @@ def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.const
         q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, gl.SliceLayout(1, S)), 1)
         kv_idx = gl.expand_dims(opaque(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))), 0)
     if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
+        scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known, seen)
     if KIND != FULL:
         lower, upper = ends
         if KIND == FIRST:
@@ -248,7 +249,7 @@ def modified(scores, block, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.const
             upper = gl.where(is_partial, upper, gl.where(is_full, kv_len, 0))
         asked = gl.full([QUERIES, BLOCK_N], 1, gl.int32, S)
         if MASK_MOD is not None:  # what it asks besides
-            keep = MASK_MOD(batch, head, q_idx, kv_idx, caps, known)
+            keep = MASK_MOD(batch, head, q_idx, kv_idx, caps, known, seen)
             if KIND == FIRST:
                 keep = keep | is_full
             asked = gl.where(keep, asked, 0)
@@ -384,15 +385,19 @@ def issue(acc, probs, correction, at, began, q, ring, GROUP: gl.constexpr, QK_PA
 
 @gluon.jit
 def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr,
-         MASK_MOD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
+         MASK_MOD: gl.constexpr, SEEN: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
          FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """The softmax of a tile, while the values of the tile before are still being multiplied. What comes before a FIRST tile belongs to
     other queries: it is complete then, and the new ones correct nothing of it."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
     buffer, _ = buffer_of(at)
+    seen = caps
+    if SEEN is not None:  # captured values that are the same for every query, read while the scores are being multiplied
+        columns = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, sums_of(BLOCK_N))), 0)
+        seen = SEEN(place[0], place[1], block * BLOCK_N, columns, caps, place[7])
     scores = warpgroup_mma_wait(1, deps=[scores])
     barrier_arrive(K_FREE + buffer, THREADS)
-    scores = modified(scores, block, place, caps, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
+    scores = modified(scores, block, place, caps, seen, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
     LAZY: gl.constexpr = IS_LAZY and KIND != FIRST
     probs, correction, peak, total, top = update(scores, place[4], peak, total, top, BLOCK_N, LAZY, WANT_MAX)
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -406,8 +411,8 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
 
 @gluon.jit
 def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
-          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
-          BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
+          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
+          V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
           WANT_MAX: gl.constexpr):
     """Every tile of one kind but the first `skipped` ones of the first span."""
     acc, probs, correction, peak, total, top, at = state
@@ -420,7 +425,7 @@ def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP: gl.co
                 acc, probs, correction, at, began, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
             )
             acc, probs, correction, peak, total, top, at = take(
-                scores, acc, peak, total, top, at, block, ring, place, caps, KIND, SCORE_MOD, MASK_MOD, V_PAD, BLOCK_N,
+                scores, acc, peak, total, top, at, block, ring, place, caps, KIND, SCORE_MOD, MASK_MOD, SEEN, V_PAD, BLOCK_N,
                 WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
             )  # fmt: skip
     return acc, probs, correction, peak, total, top, at
@@ -466,8 +471,8 @@ def write_part(out, batch, head, first, column, OUT, o_tile, COLUMNS: gl.constex
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes,
-            SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
-            QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
+            SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr,
+            QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
             Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """One warpgroup: 64 queries of each tile, from their first keys to their output. The step of a tile's first keys is also that of
     the last values of the tile of queries before, which is written behind it; the first one's has nothing before it, the last one's
@@ -522,8 +527,8 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         _, first_partial, _, _ = tiles.first_span(line, PARTIAL)
         block = gl.where(is_partial, first_partial, first_full)
         acc, probs, correction, peak, total, top, at = take(
-            scores, acc, none, nothing, none, at, block, ring, place, caps, FIRST, SCORE_MOD, MASK_MOD, V_PAD, BLOCK_N, WARPGROUPS,
-            FOLD_SCALE, IS_LAZY, WANT_MAX,
+            scores, acc, none, nothing, none, at, block, ring, place, caps, FIRST, SCORE_MOD, MASK_MOD, SEEN, V_PAD, BLOCK_N,
+            WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         if turn > 0:
             write(acc, inverse, where, OUT, o_tile, V_PAD)
@@ -531,13 +536,13 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         # all others
         state = (acc, probs, correction, peak, total, top, at)
         state = sweep(
-            state, 1, began, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
-            BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
+            state, 1, began, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, SEEN, QK_PAD, QK_USED,
+            V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         skipped = gl.where(is_partial, 0, 1)
         state = sweep(
-            state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, QK_PAD, QK_USED, V_PAD,
-            BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
+            state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, SEEN, QK_PAD, QK_USED,
+            V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         acc, probs, correction, peak, total, top, at = state
         where = (batch, head, first)
@@ -565,9 +570,9 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
 def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides, k_strides, v_strides, out_strides, caps,
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
-                             QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
-                             BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
-                             WANT_MAX: gl.constexpr):
+                             SEEN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
+                             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr,
+                             IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
     before, and 0 after."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
@@ -599,19 +604,19 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
             (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -182,6 +182,20 @@ def inside(index, size):
 
 
 @triton.jit
+def read_run(row, first, columns, size, is_inside, OTHER: tl.constexpr):
+    """Elements first + columns [1, N] of a row of a tensor, of which OTHER stands for those past its end, and for all where the row
+    is none of the tensor's. A run that lies within its row is read without asking so of each element, and in pairs."""
+    COLUMNS: tl.constexpr = columns.shape[1]
+    PAIR: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 4  # bytes
+    if is_inside & (first <= size - COLUMNS) & ((row + first).to(tl.int64) % PAIR == 0):
+        values = tl.load(tl.multiple_of(row + first, PAIR) + columns)
+    else:
+        held = (is_inside & (columns < size - first)) != 0  # the interpreter widens a scalar truth value when it meets a tile
+        values = tl.load(row + first + columns, mask=held, other=OTHER)
+    return values
+
+
+@triton.jit
 def spread(value, like):
     """`value` with the full shape of `like`, and in a kernel of Gluon with its layout."""
     return tl.where(like == like, value, value)
