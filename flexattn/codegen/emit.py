@@ -314,8 +314,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
     if spec.kernel == "hopper_backward":
         return {
-            "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "SLOPE": slope_kind(spec), "QK_PAD": qk_pad, "V_PAD": v_pad,
-            "BLOCK_M": spec.config.BLOCK_M, "FOLD_SCALE": spec.fold_scale,
+            "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "SLOPE": slope_kind(spec), "QK_PAD": qk_pad,
+            "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "FOLD_SCALE": spec.fold_scale,
         }  # fmt: skip
     if spec.kernel == "hopper_forward":
         part = qk_pad * 3 // 4  # whole columns of 64, or half a one

@@ -52,14 +52,15 @@ def hopper_backward_tiles(
 ) -> tuple[TileConfig, ...]:
     """Configurations of the fused backward, best first; none where the portable kernels must serve. Arguments as of `hopper_tiles`.
 
-    128 queries of narrow heads fill all registers: not where a score's derivative, divisions, or what is read for each pair need
-    some too.
+    128 queries of narrow heads fill all registers: not where a score's derivative, divisions, or what is read for each pair or each
+    query need some too.
     """
     dims = tile_dims(qk_dim, v_dim, target)
     if target.arch != 90 or dims not in ((64, 64), (128, 128)) or q_len <= SHORT_QUERIES:
         return ()
     given = [p for p in programs if p is not None]
-    needs_room = any(gathers_of(p) or _divides(p) or (p.kind == "score" and not passes_gradient(p)) for p in given)
+    reads = any(gathers_of(p) or captured_reads(p).query for p in given)
+    needs_room = reads or any(_divides(p) or (p.kind == "score" and not passes_gradient(p)) for p in given)
     rows = (64,) if dims[0] == 128 else (64, 128) if needs_room else (128, 64)
     return tuple(TileConfig(m, 128, 4, 2) for m in rows)
 

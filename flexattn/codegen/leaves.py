@@ -105,13 +105,11 @@ _Known = tuple[
 
 def _read_before(spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts: dict[str, str]) -> _Known:
     """Adds functions that read what need not be read for each pair: what is the same for all that a program walks (keys, or queries in
-    the backward), once; and in the forward runs of rows along those, once a tile, as far as registers are left."""
+    the backward), once; and runs of rows along those, once a tile, as far as registers are left."""
     walked, other, own = (DEP_Q, "q_idx", "kv_idx") if spec.kernel == "hopper_backward" else (DEP_KV, "kv_idx", "q_idx")
     lines, known = _reads(spec, arguments, "known", lambda deps: not deps & (walked | DEP_SCORE))
     if any(known):
         texts["KNOWN"] = _function("known", f"b, h, {own}, caps", lines)
-    if spec.kernel == "hopper_backward":
-        return known
     lines, seen = _reads(spec, arguments, "seen", lambda deps: deps & _TILE == walked, known, run=other)
     if any(seen):
         texts["SEEN"] = _function("seen", "b, h, first, columns, caps, known", lines)
@@ -143,17 +141,20 @@ def _reads(
 
 
 def _registers_left(spec: KernelSpec) -> int:
-    """Of a thread, while scores are being multiplied, by what the assembler then spilled: all but scores, probabilities, the
-    output's sums and 40 others, and no more than 32."""
+    """Of a thread, while scores are being multiplied, by what the assembler then spilled: 16 in the backward; in the forward all but
+    scores, probabilities, the output's sums and 40 others, and no more than 32."""
+    if spec.kernel == "hopper_backward":
+        return 16
     given = 240 if spec.config.BLOCK_M == 128 else 160
     return min(given - spec.config.BLOCK_N // 2 - spec.config.BLOCK_N // 4 - padded(spec.v_dim) // 2 - 40, 32)
 
 
 def _that_fit(reads: list[Expr], spec: KernelSpec, left: int) -> tuple[list[Expr], int]:
     """Those whose values fit in the registers that are left, and what is left then: a thread holds a quarter of a tile's columns."""
+    columns = spec.config.BLOCK_M if spec.kernel == "hopper_backward" else spec.config.BLOCK_N
     fitting = []
     for read in reads:
-        taken = max(getattr(torch, read.attr[2]).itemsize, 4) * spec.config.BLOCK_N // 16
+        taken = max(getattr(torch, read.attr[2]).itemsize, 4) * columns // 16
         if taken <= left:
             fitting.append(read)
             left -= taken
@@ -188,7 +189,7 @@ def _regrouped(spec: KernelSpec, body: Expr) -> Expr:
 
 
 def _captured(spec: KernelSpec) -> str:
-    return "caps, known, seen" if spec.kernel == "hopper_forward" else "caps, known" if spec.is_gluon else "caps"
+    return "caps, known, seen" if spec.is_gluon else "caps"
 
 
 def _mask(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:

@@ -53,6 +53,15 @@ def test_what_is_the_same_for_every_query_is_read_once() -> None:
     assert "def known(b, h, kv_idx, caps)" in text and "known[0]" in text
 
 
+def test_what_is_the_same_for_every_key_is_read_once_a_tile() -> None:
+    text = text_of(leaf_spec(LEAVES["document"][1], dtype="bf16", kernel="hopper_backward"))
+    assert (
+        "def seen(b, h, first, columns, caps, known)" in text
+        and "leaf_ops.read_run(caps[0], first, columns, caps[1], True, 0)" in text
+    )
+    assert "(seen[0] == known[0])" in text or "(known[0] == seen[0])" in text
+
+
 # ---------------------------------------------------------------- machine code
 SPILLS = 256 if triton.__version__.startswith("3.6.") else 512  # bytes a thread, mostly outside the loops
 IN_LOOPS = 0 if triton.__version__.startswith("3.6.") else 6  # accesses to them in a loop

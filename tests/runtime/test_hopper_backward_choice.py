@@ -66,7 +66,7 @@ def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
     same, bias = lambda b, h, i, j: ids[i] == ids[j], lambda s, b, h, i, j: s + table[i, j]
     for mask, score, rows in (
         (CAUSAL, None, 128),
-        (same, None, 128),
+        (same, None, 64),
         (CAUSAL, mods.softcap(30.0), 64),
         (None, bias, 64),
         (lambda b, h, i, j: (i - j) // 4 != -1, None, 64),

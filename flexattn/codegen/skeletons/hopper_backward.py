@@ -206,7 +206,7 @@ def by_query(buffer, S: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def exponents(scores, lse, block, place, sizes, caps, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+def exponents(scores, lse, block, place, sizes, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
               SLOPE: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """(exponents of probabilities in base 2, slopes of the modified scores, or the exponents again where those are 1)."""
     S: gl.constexpr = sums_of(BLOCK_M)
@@ -219,9 +219,9 @@ def exponents(scores, lse, block, place, sizes, caps, KIND: gl.constexpr, SCORE_
         found = softmax.natural_scores(scores, scale, FOLD_SCALE) * factor
         slope = found
     elif SLOPE != ONE:
-        found, slope = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
+        found, slope = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known, seen)
     else:
-        found = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known)
+        found = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known, seen)
         slope = found
     found = found - lse
     if KIND == PARTIAL:
@@ -229,7 +229,7 @@ def exponents(scores, lse, block, place, sizes, caps, KIND: gl.constexpr, SCORE_
         if SCORE_MOD is not None:  # which may be NaN where there is no query
             end = gl.where(q_idx < q_len, kv_len, 0)
         if MASK_MOD is not None:  # of keys before `end`
-            keep = MASK_MOD(batch, head, q_idx, kv_idx, end, caps, known)
+            keep = MASK_MOD(batch, head, q_idx, kv_idx, end, caps, known, seen)
         else:
             keep = kv_idx < end
         found = gl.where(keep, found, float("-inf"))
@@ -263,8 +263,8 @@ def issue_part(GROUP: gl.constexpr, from_group, dq, d_scores, k_tiles, QK_PAD: g
 
 @gluon.jit
 def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
-         SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
-         BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+         SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
+         V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """One tile of queries: scores and gradients of probabilities, then dv, this warpgroup's part of dq, and dk."""
     S: gl.constexpr = sums_of(BLOCK_M)
     PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
@@ -283,9 +283,15 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     mbarrier.wait(d_out_ready.index(buffer), phase)
     values = v_tiles.index(here + GROUP).reshape([KEYS, V_PAD])
     d_probs = warpgroup_mma(values, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    seen = caps
+    if SEEN is not None:  # captured values that are the same for every key, read while the scores are being multiplied
+        columns = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, S)), 0)
+        seen = SEEN(place[0], place[1], block * BLOCK_M, columns, caps, place[3])
     scores = warpgroup_mma_wait(1, deps=[scores])
     lse = by_query(lse_buffers.index(buffer), S, BLOCK_M)
-    found, slope = exponents(scores, lse, block, place, sizes, caps, KIND, SCORE_MOD, MASK_MOD, SLOPE, BLOCK_M, FOLD_SCALE)
+    found, slope = exponents(
+        scores, lse, block, place, sizes, caps, seen, KIND, SCORE_MOD, MASK_MOD, SLOPE, BLOCK_M, FOLD_SCALE
+    )
     probs = gl.exp2(found)
     rounded = probs.to(q_buffers.dtype)
     if SLOPE == BOUNDED and KIND == FULL:
@@ -319,15 +325,15 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
 
 @gluon.jit
 def sweep(dk, dv, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
-          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
-          BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
+          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """Every tile of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
-            dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SLOPE,
-                          QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+            dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SEEN,
+                          SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
             at += 1
     return dk, dv, at
 
@@ -343,8 +349,8 @@ def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
 
 @gluon.jit
 def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
-            MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr,
-            BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+            MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
+            V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """One warpgroup: 64 keys, from their first queries to dk and dv. Where there are no queries those are 0."""
     _, v_tiles, k_ready, v_ready = own
     kv_batch, kv_head, _, first = column
@@ -362,9 +368,9 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
             known = KNOWN(batch, head, kv_idx, caps)
         place = (batch, head, kv_idx, known)
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD,
-                           SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, FULL, SCORE_MOD, MASK_MOD,
-                           SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
     tile = v_tiles.index(GROUP)  # only this warpgroup reads it
     write(DV, dv, tile, kv_batch, kv_head, first, V_PAD)
     together()
@@ -374,8 +380,8 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
 @gluon.jit
 def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTRA, caps, scale, q_heads, group, repeats, q_len,
                               kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: gl.constexpr,
-                              MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-                              V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+                              MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr,
+                              QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs.
 
     STATS [2, query pairs * q_tiles * BLOCK_M]: log-sums and deltas of rows. DQ_SUMS, 0 before: for each (batch, query head) pair and
@@ -414,10 +420,10 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     steps = (q_heads, group, repeats, q_tiles)
     sizes = (q_len, kv_len, scale)
     gl.warp_specialize([
-        (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SLOPE, QK_PAD,
-                   V_PAD, BLOCK_M, FOLD_SCALE)),
-        (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SLOPE, QK_PAD,
-                   V_PAD, BLOCK_M, FOLD_SCALE)),
+        (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)),
+        (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)),
         (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
         (add, (0, DQ_SUMS, dq_parts, column, table, steps)),
         (add, (1, DQ_SUMS, dq_parts, column, table, steps)),
