@@ -39,15 +39,17 @@ copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
 together = gl.barrier if _renamed else gl.thread_barrier
 
 QUERIES = gl.constexpr(64)  # of one warpgroup
-PRODUCER = gl.constexpr(32)  # threads
+WARP = gl.constexpr(32)  # threads
 FULL = gl.constexpr(0)
 PARTIAL = gl.constexpr(1)
 FIRST = gl.constexpr(2)
-# Named barriers; Triton itself takes one for each role and two more. Two each of keys and values, then the turns.
-K_FREE = gl.constexpr(5)
-V_FREE = gl.constexpr(7)
-TURN = gl.constexpr(9)
-Q_FREE = gl.constexpr(12)
+# Named barriers; Triton itself takes one for each role of several warps and one more. Two each of keys, values and queries, one of
+# each warpgroup for its turn and one for its values.
+K_FREE = gl.constexpr(4)
+V_FREE = gl.constexpr(6)
+Q_FREE = gl.constexpr(8)
+TURN = gl.constexpr(10)
+V_CAME = gl.constexpr(13)
 
 
 # ---------------------------------------------------------------- layouts
@@ -184,15 +186,16 @@ def put_spans(K, V, ring, line, EXTRA, place, at, older, last, began, KIND: gl.c
 
 
 @gluon.jit
-def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS: gl.constexpr,
+def produce(Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS: gl.constexpr,
             Q_BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr):
     """The copying warp. It takes the number of the next tile of queries, and reads its row, before it waits to copy the last values
     of this one."""
-    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
     ROLES: gl.constexpr = q_tiles.shape[0] // Q_BUFFERS
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    k_buffers, v_buffers, k_ready, v_ready = ring
-    next_tile, next_ready = following
+    k_buffers, v_buffers = buffers
+    q_ready, k_ready, v_ready, next_ready = ready
+    ring = (k_buffers, v_buffers, k_ready, v_ready)
     tile = gl.program_id(0)
     total = table[2] * table[3]
     batch, head, line = row_of(tile, table, steps)
@@ -232,6 +235,41 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
         first = gl.load(line) * (WARPGROUPS * QUERIES)
         put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
         turn += 1
+
+
+@gluon.jit
+def announce(next_tile, ready, table, steps, WARPGROUPS: gl.constexpr, Q_BUFFERS: gl.constexpr):
+    """The warp that looks whether tiles have come, in the order in which warpgroups need them, and lets each one on."""
+    q_ready, k_ready, v_ready, next_ready = ready
+    tile = gl.program_id(0)
+    total = table[2] * table[3]
+    at = 0
+    turn = 0
+    while tile < total:
+        _, _, line = row_of(tile, table, steps)
+        last = at + gl.maximum(gl.load(line + 1) + gl.load(line + 2), 1) - 1
+        q_buffer, q_phase = queries_of(turn, Q_BUFFERS)
+        slot, slot_phase = buffer_of(turn)
+        mbarrier.wait(q_ready.index(q_buffer), q_phase)
+        while at <= last:
+            buffer, phase = buffer_of(at)
+            before = buffer ^ 1
+            mbarrier.wait(k_ready.index(buffer), phase)
+            barrier_wait(TURN, 256 + WARP)
+            mbarrier.wait(v_ready.index(before), phase ^ before)
+            if at == last:  # written behind the last keys
+                mbarrier.wait(next_ready.index(slot), slot_phase)
+                tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
+            barrier_wait(V_CAME, 128 + WARP)
+            for group in gl.static_range(1, WARPGROUPS):
+                barrier_wait(TURN + group, 256 + WARP)
+                barrier_wait(V_CAME + group, 128 + WARP)
+            at += 1
+        turn += 1
+    buffer, phase = buffer_of(at - 1)
+    mbarrier.wait(v_ready.index(buffer), phase)
+    for group in gl.static_range(WARPGROUPS):
+        barrier_wait(V_CAME + group, 128 + WARP)
 
 
 # ---------------------------------------------------------------- softmax
@@ -378,17 +416,15 @@ def issue(acc, probs, correction, at, began, q, ring, group, QK_PAD: gl.constexp
           V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, IS_LAZY: gl.constexpr):
     """Starts the scores of the tile at a position, and behind them the values of the tile before, whose queries began at `began`;
     both in this warpgroup's turn."""
-    k_buffers, v_buffers, k_ready, v_ready = ring
-    buffer, phase = buffer_of(at)
-    before = buffer ^ 1
-    mbarrier.wait(k_ready.index(buffer), phase)
-    barrier_wait(TURN + group, 256)
+    k_buffers, v_buffers = ring
+    buffer, _ = buffer_of(at)
+    barrier_wait(TURN + group, 256 + WARP)
     scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD, QK_USED)
     if IS_LAZY:  # behind the scores, which it does not delay
         acc = corrected(acc, correction, sums_of(V_PAD, acc.shape[0]), True)
-    mbarrier.wait(v_ready.index(before), phase ^ before)
-    acc = issue_values(probs, acc, at - 1 != began, v_buffers, before, BLOCK_N, V_PAD)
-    barrier_arrive(TURN + (group + 1) % WARPGROUPS, 256)
+    barrier_wait(V_CAME + group, 128 + WARP)
+    acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer ^ 1, BLOCK_N, V_PAD)
+    barrier_arrive(TURN + (group + 1) % WARPGROUPS, 256 + WARP)
     return scores, acc
 
 
@@ -398,7 +434,7 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
          FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """The softmax of a tile, while the values of the tile before are still being multiplied. What comes before a FIRST tile belongs to
     other queries: it is complete then, and the new ones correct nothing of it."""
-    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
     buffer, _ = buffer_of(at)
     scores = warpgroup_mma_wait(1, deps=[scores])
     barrier_arrive(K_FREE + buffer, THREADS)
@@ -475,21 +511,20 @@ def write_part(out, batch, head, first, column, OUT, o_tile, COLUMNS: gl.constex
 
 
 @gluon.jit
-def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes,
+def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, ring, next_tile, table, steps, caps, sizes,
             SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
             QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
             Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """One warpgroup: 64 queries of each tile, from their first keys to their output. The step of a tile's first keys is also that of
     the last values of the tile of queries before, which is written behind it; the first one's has nothing before it, the last one's
     values a step of their own."""
-    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
     ROLES: gl.constexpr = o_tiles.shape[0]
     ROWS: gl.constexpr = WARPGROUPS * QUERIES // ROLES
     S: gl.constexpr = sums_of(BLOCK_N, ROWS)
     O: gl.constexpr = sums_of(V_PAD, ROWS)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    v_buffers, v_ready = ring[1], ring[3]
-    next_tile, next_ready = following
+    v_buffers = ring[1]
     EXTRA = table[1]
     q_len, kv_len, scale = sizes
     factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
@@ -498,7 +533,7 @@ def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, ta
         group = warpgroup()
     o_tile = o_tiles.index(role)
     if group == WARPGROUPS - 1:  # the first turn is the first group's
-        barrier_arrive(TURN, 256)
+        barrier_arrive(TURN, 256 + WARP)
     tile = gl.program_id(0)
     total_tiles = table[2] * table[3]
     where = (0, 0, 0)
@@ -513,10 +548,9 @@ def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, ta
     turn = 0
     while tile < total_tiles:
         # the first keys
-        q_buffer, q_phase = queries_of(turn, Q_BUFFERS)
+        q_buffer, _ = queries_of(turn, Q_BUFFERS)
         mine = q_buffer * ROLES + role
         q = q_tiles.index(mine).reshape([ROWS, QK_PAD])
-        mbarrier.wait(q_ready.index(q_buffer), q_phase)
         scores, acc = issue(
             acc, probs, correction, at, began, q, ring, group, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
         )
@@ -559,8 +593,7 @@ def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, ta
         inverse = write_rows(peak, total, top, where, LSE, MAX, steps[0], q_len, O, WANT_MAX)
 
         # the next tile of queries
-        slot, slot_phase = buffer_of(turn)
-        mbarrier.wait(next_ready.index(slot), slot_phase)
+        slot, _ = buffer_of(turn)
         tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [ROWS // 16], [0])), 0)
         barrier_arrive(Q_FREE + q_buffer, THREADS)
         turn += 1
@@ -568,8 +601,8 @@ def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, ta
     # the last values
     if IS_LAZY:
         acc = corrected(acc, correction, O, False)
-    buffer, phase = buffer_of(at - 1)
-    mbarrier.wait(v_ready.index(buffer), phase)
+    buffer, _ = buffer_of(at - 1)
+    barrier_wait(V_CAME + group, 128 + WARP)
     acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer, BLOCK_N, V_PAD)
     acc = warpgroup_mma_wait(0, deps=[acc])
     write(acc, inverse, where, OUT, o_tile, V_PAD)
@@ -606,8 +639,8 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     fence_async_shared()
     if IS_LAZY:
         declare_vote()
-    ring = (k_buffers, v_buffers, k_ready, v_ready)
-    following = (next_tile, next_ready)
+    buffers = (k_buffers, v_buffers)
+    ready = (q_ready, k_ready, v_ready, next_ready)
     table = (ROWS, EXTRA, pairs, lines, swizzle, batch_step, head_step)
     steps = (q_heads, group)
     sizes = (q_len, kv_len, scale)
@@ -615,18 +648,20 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     # registers of a thread: the copying warp 24, the others what is left
     if WARPGROUPS == 2:  # one role, which is compiled once
         gl.warp_specialize([
-            (consume, (None, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+            (consume, (None, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
                        MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
-        ], [1], [24])  # fmt: skip
+            (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
+            (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
+        ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
                        MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
                        MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
+            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
                        MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+            (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
+            (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
+        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
