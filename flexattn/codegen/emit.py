@@ -194,10 +194,7 @@ def role_rows(spec: KernelSpec) -> int:
 def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _inputs(arguments)
-    v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
-    arguments.tensor(
-        "OUT", TensorLayout(spec.layouts[0].dtype, True, False), "out_strides", (role_rows(spec), min(v_pad, 128))
-    )
+    arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", COUNTER="*i32", scale="fp32", **_GRID, **_WALK)
     arguments.captures()
     return arguments.types, arguments.aligned
@@ -327,8 +324,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
         is_lazy = v_pad > 64 or spec.mask is not None  # measured: not where heads are narrow and every tile is full
         return {
-            "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "QK_PAD": qk_pad, "QK_USED": qk_used, "V_PAD": v_pad,
-            "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
+            "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "QK_PAD": qk_pad, "QK_USED": qk_used, "V_DIM": spec.v_dim,
+            "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
             "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
             "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
         }  # fmt: skip

@@ -68,6 +68,16 @@ def lane_sums_layout(rows):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def stored_layout(rows, columns):
+    """How a product lies before it is written: in the same warps, but eight columns of a row in a lane."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *([0, c] for c in (32, 64, 128) if c < columns)],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0], [64, 0]][: 3 if rows == 128 else 2],
+        block_bases=[], shape=[rows, columns],
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------- what Gluon has no word for
 @gluon.jit
 def barrier_wait(number, THREADS: gl.constexpr):
@@ -488,38 +498,34 @@ def write_rows(peak, total, top, where, LSE, MAX, q_heads, q_len, O: gl.constexp
 
 
 @gluon.jit
-def write(acc, inverse, where, OUT, o_tile, V_PAD: gl.constexpr):
-    """The output of a role's queries, by way of shared memory and no more than 128 columns at a time."""
+def write(acc, inverse, where, OUT, strides, q_len, V_DIM: gl.constexpr, V_PAD: gl.constexpr):
+    """The output of a role's queries, straight from registers, for which no warp waits for another: lanes change elements until each
+    has 16 bytes that lie together."""
+    ROWS: gl.constexpr = acc.shape[0]
+    L: gl.constexpr = stored_layout(ROWS, V_PAD)
     batch, head, first = where
     inverse = gl.expand_dims(inverse, 1)
-    out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(o_tile.dtype)
-    if V_PAD <= 128:
-        write_part(out, batch, head, first, 0, OUT, o_tile, V_PAD)
-    else:
-        left, right = gl.split(gl.permute(gl.reshape(out, [out.shape[0], 2, 128]), (0, 2, 1)))
-        write_part(left, batch, head, first, 0, OUT, o_tile, 128)
-        write_part(right, batch, head, first, 128, OUT, o_tile, 128)
+    out = gl.convert_layout(gl.where(inverse == 0.0, 0.0, acc * inverse).to(OUT.dtype.element_ty), L)
+    rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
+    columns = gl.expand_dims(gl.arange(0, V_PAD, gl.SliceLayout(0, L)), 0)
+    start = OUT + gl.to_tensor(batch).to(gl.int64) * strides[0] + gl.to_tensor(head).to(gl.int64) * strides[1]
+    start += gl.to_tensor(first).to(gl.int64) * strides[2]
+    inside = rows < q_len - first
+    if V_DIM < V_PAD:
+        inside = inside & (columns < V_DIM)
+    gl.store(start + (rows * strides[2] + columns), out, mask=inside)
 
 
 @gluon.jit
-def write_part(out, batch, head, first, column, OUT, o_tile, COLUMNS: gl.constexpr):
-    tma.store_wait(0)  # of what was written before
-    together()
-    o_tile.reshape([out.shape[0], COLUMNS]).store(out)
-    fence_async_shared()
-    copy_out(OUT, [batch, head, first, column], o_tile)
-
-
-@gluon.jit
-def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, ring, next_tile, table, steps, caps, sizes,
+def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, steps, caps, sizes,
             SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
-            QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
+            QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
             Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """One warpgroup: 64 queries of each tile, from their first keys to their output. The step of a tile's first keys is also that of
     the last values of the tile of queries before, which is written behind it; the first one's has nothing before it, the last one's
     values a step of their own."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
-    ROLES: gl.constexpr = o_tiles.shape[0]
+    ROLES: gl.constexpr = q_tiles.shape[0] // Q_BUFFERS
     ROWS: gl.constexpr = WARPGROUPS * QUERIES // ROLES
     S: gl.constexpr = sums_of(BLOCK_N, ROWS)
     O: gl.constexpr = sums_of(V_PAD, ROWS)
@@ -531,7 +537,6 @@ def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, ring, next_tile, table, step
     role = 0 if ROLES == 1 else group
     if ROLES == 1:
         group = warpgroup()
-    o_tile = o_tiles.index(role)
     if group == WARPGROUPS - 1:  # the first turn is the first group's
         barrier_arrive(TURN, 256 + WARP)
     tile = gl.program_id(0)
@@ -575,7 +580,7 @@ def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, ring, next_tile, table, step
             FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         if turn > 0:
-            write(acc, inverse, where, OUT, o_tile, V_PAD)
+            write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
 
         # all others
         state = (acc, probs, correction, peak, total, top, at)
@@ -605,16 +610,15 @@ def consume(group, OUT, LSE, MAX, q_tiles, o_tiles, ring, next_tile, table, step
     barrier_wait(V_CAME + group, 128 + WARP)
     acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer, BLOCK_N, V_PAD)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    write(acc, inverse, where, OUT, o_tile, V_PAD)
-    tma.store_wait(0)
+    write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
 
 
 @gluon.jit
 def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides, k_strides, v_strides, out_strides, caps,
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
-                             QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
-                             BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
+                             QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr,
+                             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
                              WANT_MAX: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
     before, and 0 after."""
@@ -624,7 +628,6 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     q_tiles = gl.allocate_shared_memory(Q.dtype, [Q_BUFFERS * ROLES, 1, 1, ROLE_ROWS, QK_PAD], Q.layout)
     k_buffers = gl.allocate_shared_memory(K.dtype, [2, 1, 1, BLOCK_N, QK_PAD], K.layout)
     v_buffers = gl.allocate_shared_memory(V.dtype, [2, 1, 1, BLOCK_N, V_PAD], V.layout)
-    o_tiles = gl.allocate_shared_memory(OUT.dtype, [ROLES, 1, 1, ROLE_ROWS, min(V_PAD, 128)], OUT.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -648,20 +651,20 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     # registers of a thread: the copying warp 24, the others what is left
     if WARPGROUPS == 2:  # one role, which is compiled once
         gl.warp_specialize([
-            (consume, (None, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (None, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
             (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (0, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (1, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (2, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
             (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
         ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
