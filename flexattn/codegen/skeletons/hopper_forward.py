@@ -69,11 +69,13 @@ def lane_sums_layout(rows):
 
 
 @gluon.constexpr_function
-def stored_layout(rows, columns):
-    """How a product lies before it is written: in the same warps, but eight columns of a row in a lane."""
+def stored_layout(rows, columns, swaps=2):
+    """How a product lies before it is written: eight columns of a row in a lane, in the warps that have it already. Lanes differ in
+    columns 2 and 4 of a product, here in 8 and 16; after one of the two swaps the compiler needs no shared memory for the other."""
+    lanes, kept = ([[0, 8], [0, 16]], [[0, 2], [0, 4]]) if swaps == 2 else ([[0, 8], [0, 4]], [[0, 2], [0, 16]])
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *([0, c] for c in (32, 64, 128) if c < columns)],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0], [64, 0]][: 3 if rows == 128 else 2],
+        reg_bases=[[0, 1], *kept, [8, 0], *[[0, c] for c in (32, 64, 128) if c < columns]],
+        lane_bases=[*lanes, [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0], [64, 0]][: 3 if rows == 128 else 2],
         block_bases=[], shape=[rows, columns],
     )  # fmt: skip
 
@@ -505,7 +507,8 @@ def write(acc, inverse, where, OUT, strides, q_len, V_DIM: gl.constexpr, V_PAD: 
     L: gl.constexpr = stored_layout(ROWS, V_PAD)
     batch, head, first = where
     inverse = gl.expand_dims(inverse, 1)
-    out = gl.convert_layout(gl.where(inverse == 0.0, 0.0, acc * inverse).to(OUT.dtype.element_ty), L)
+    out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(OUT.dtype.element_ty)
+    out = gl.convert_layout(gl.convert_layout(out, stored_layout(ROWS, V_PAD, 1)), L)
     rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
     columns = gl.expand_dims(gl.arange(0, V_PAD, gl.SliceLayout(0, L)), 0)
     start = OUT + gl.to_tensor(batch).to(gl.int64) * strides[0] + gl.to_tensor(head).to(gl.int64) * strides[1]
