@@ -501,20 +501,30 @@ def write_rows(peak, total, top, where, LSE, MAX, q_heads, q_len, O: gl.constexp
 
 @gluon.jit
 def write(acc, inverse, where, OUT, strides, q_len, V_DIM: gl.constexpr, V_PAD: gl.constexpr):
-    """The output of a role's queries, straight from registers, for which no warp waits for another: lanes change elements until each
-    has 16 bytes that lie together."""
-    ROWS: gl.constexpr = acc.shape[0]
-    L: gl.constexpr = stored_layout(ROWS, V_PAD)
-    batch, head, first = where
+    """The output of a role's queries, no more than 128 columns at a time."""
     inverse = gl.expand_dims(inverse, 1)
     out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(OUT.dtype.element_ty)
-    out = gl.convert_layout(gl.convert_layout(out, stored_layout(ROWS, V_PAD, 1)), L)
+    if V_PAD <= 128:
+        write_part(out, where, 0, OUT, strides, q_len, V_DIM, V_PAD)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(out, [out.shape[0], 2, 128]), (0, 2, 1)))
+        write_part(left, where, 0, OUT, strides, q_len, V_DIM, 128)
+        write_part(right, where, 128, OUT, strides, q_len, V_DIM, 128)
+
+
+@gluon.jit
+def write_part(out, where, column, OUT, strides, q_len, V_DIM: gl.constexpr, COLUMNS: gl.constexpr):
+    """Straight from registers, for which no warp waits for another."""
+    ROWS: gl.constexpr = out.shape[0]
+    L: gl.constexpr = stored_layout(ROWS, COLUMNS)
+    batch, head, first = where
+    out = gl.convert_layout(gl.convert_layout(out, stored_layout(ROWS, COLUMNS, 1)), L)
     rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
-    columns = gl.expand_dims(gl.arange(0, V_PAD, gl.SliceLayout(0, L)), 0)
+    columns = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L)), 0)
     start = OUT + gl.to_tensor(batch).to(gl.int64) * strides[0] + gl.to_tensor(head).to(gl.int64) * strides[1]
     start += gl.to_tensor(first).to(gl.int64) * strides[2]
     inside = rows < q_len - first
-    if V_DIM < V_PAD:
+    if V_DIM < column + COLUMNS:
         inside = inside & (columns < V_DIM)
     gl.store(start + (rows * strides[2] + columns), out, mask=inside)
 
