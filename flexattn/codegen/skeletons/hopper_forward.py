@@ -102,6 +102,15 @@ def opaque(index):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=True, pack=1)
 
 
+@gl._core.builtin
+def finished(product, pending, _semantic=None):
+    """A product of this warpgroup, once no more than `pending` others are under way. Triton since 3.7 would let all warps of the role
+    meet behind it if it were not told that the warpgroup alone waits; 3.6 asks for nothing."""
+    product = warpgroup_mma_wait(pending, deps=[product], _semantic=_semantic)
+    product.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return product
+
+
 @gluon.jit
 def warpgroup():
     """Which warpgroup of the default role a thread belongs to."""
@@ -448,12 +457,12 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
     other queries: it is complete then, and the new ones correct nothing of it."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
     buffer, _ = buffer_of(at)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    scores = finished(scores, 1)
     barrier_arrive(K_FREE + buffer, THREADS)
     scores = modified(scores, block, place, caps, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
     LAZY: gl.constexpr = IS_LAZY and KIND != FIRST
     probs, correction, peak, total, top = update(scores, place[4], peak, total, top, BLOCK_N, LAZY, WANT_MAX)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = finished(acc, 0)
     barrier_arrive(V_FREE + (buffer ^ 1), THREADS)
     if KIND == FIRST:
         correction = gl.full([acc.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, sums_of(BLOCK_N, acc.shape[0])))
@@ -622,7 +631,7 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, 
     buffer, _ = buffer_of(at - 1)
     barrier_wait(V_CAME + group, 128 + WARP)
     acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer, BLOCK_N, V_PAD)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = finished(acc, 0)
     write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
 
 
