@@ -23,6 +23,7 @@ reads the result.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,10 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flexattn.codegen.skeletons import softmax, tiles
 
-_renamed = hasattr(tma, "async_store")  # since Triton 3.7
-copy_in = tma.async_load if _renamed else tma.async_copy_global_to_shared
-copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
-together = gl.barrier if _renamed else gl.thread_barrier
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # since Triton 3.7
 
 QUERIES = gl.constexpr(64)  # of one warpgroup
 WARP = gl.constexpr(32)  # threads
@@ -102,7 +100,7 @@ def opaque(index):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=True, pack=1)
 
 
-@gl._core.builtin
+@builtin
 def finished(product, pending, _semantic=None):
     """A product of this warpgroup, once no more than `pending` others are under way. Triton since 3.7 would let all warps of the role
     meet behind it if it were not told that the warpgroup alone waits; 3.6 asks for nothing."""
