@@ -3,13 +3,17 @@ and go through tensor descriptors.
 
 The ideas, each for one reason:
   roles      one warp copies tiles of keys and values to shared memory, 2 or 3 warpgroups of 64 queries each work on them: copying
-             then costs the warpgroups neither registers nor instructions.
+             then costs the warpgroups neither registers nor instructions. Two warpgroups are one role, as a role's code is compiled
+             apart; 12 warps cannot be one, so three are three.
+  looking    one more warp looks whether tiles have come and lets the warpgroups on at named barriers of their own: where warps look
+             twice in a row at one barrier in shared memory, the compiler lets all warps of their role meet in between.
   overlap    a step issues the scores of its tile and the values of the tile before, and takes the softmax of the former while the
              latter are still being multiplied: the tensor cores do not wait for exponentials.
   turns      warpgroups issue their products one after the other, so that one's softmax falls into another's products.
   releases   "this buffer is free" is an arrival at a named barrier, which blocks nobody; an mbarrier's is a barrier of the warpgroup.
   lazy peak  the reference maximum of a row stays until it has grown by 2**8, and a warp none of whose rows moved does not rescale
              its output (IS_LAZY); probabilities of up to 2**8 cost float32 sums and half types no digit.
+  apart      warps of a role never meet: what they write goes from registers to global memory.
   queue      a program takes tiles of queries until there are none, by a counter in global memory: long rows first. The step of a tile's
              first keys is also that of the last values of the queries before, which are written behind it: the tensor cores do not
              wait for the end of one tile and the begin of the next.
@@ -258,7 +262,8 @@ def produce(Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, 
 
 @gluon.jit
 def announce(next_tile, ready, table, steps, WARPGROUPS: gl.constexpr, Q_BUFFERS: gl.constexpr):
-    """The warp that looks whether tiles have come, in the order in which warpgroups need them, and lets each one on."""
+    """The warp that looks whether tiles have come, in the order in which warpgroups need them, and lets each one on. It steps as often
+    as they do: once for each tile of keys that the row counts, once for a row without."""
     q_ready, k_ready, v_ready, next_ready = ready
     tile = gl.program_id(0)
     total = table[2] * table[3]
@@ -493,8 +498,8 @@ def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, group, KIND:
 
 @gluon.jit
 def write_rows(peak, total, top, where, LSE, MAX, q_heads, q_len, O: gl.constexpr, WANT_MAX: gl.constexpr):
-    """What is known of a role's queries before their last values are added: gives back what the output is multiplied with, 0 for an empty
-    row."""
+    """What is known of a role's queries before their last values are added: gives back what the output is multiplied with, 0 for an
+    empty row."""
     R: gl.constexpr = peak.type.layout
     batch, head, first = where
     sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
@@ -541,7 +546,8 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, 
             SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, QK_PAD: gl.constexpr,
             QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
             Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
-    """One warpgroup: 64 queries of each tile, from their first keys to their output. The step of a tile's first keys is also that of
+    """One role: its queries of each tile, from their first keys to their output; `group` is None where it is two warpgroups, each with
+    its own turns. The step of a tile's first keys is also that of
     the last values of the tile of queries before, which is written behind it; the first one's has nothing before it, the last one's
     values a step of their own."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
@@ -638,8 +644,8 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
                              QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr,
-                             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
-                             WANT_MAX: gl.constexpr):
+                             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr,
+                             IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
     before, and 0 after."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
@@ -668,8 +674,8 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     steps = (q_heads, group)
     sizes = (q_len, kv_len, scale)
     strides = (k_strides[0], v_strides[0])
-    # registers of a thread: the copying warp 24, the others what is left
-    if WARPGROUPS == 2:  # one role, which is compiled once
+    # registers of a thread: the copying and the looking warp 24, the others what is left
+    if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (None, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
                        MASK_MOD, KNOWN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
