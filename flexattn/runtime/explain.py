@@ -235,7 +235,7 @@ def _loads(spec: KernelSpec) -> Iterator[str]:
 
 def _tiles(config: TileConfig, kernel: str) -> str:
     if kernel == "hopper_forward":
-        work = f"{config.BLOCK_M // WARPGROUP_ROWS} warpgroups and a copying warp, 2 buffers"
+        work = f"{config.BLOCK_M // WARPGROUP_ROWS} warpgroups, a copying and a looking warp, 2 buffers"
     elif kernel == "hopper_backward":
         work = f"{config.BLOCK_N // WARPGROUP_ROWS} warpgroups, a copying and 2 adding warps, 2 buffers"
     else:

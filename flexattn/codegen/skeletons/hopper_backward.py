@@ -38,12 +38,14 @@ from flexattn.codegen.skeletons.hopper_forward import (
     barrier_wait,
     buffer_of,
     copy_in,
-    copy_out,
     further_span,
     opaque,
     sums_of,
-    together,
 )
+
+_renamed = hasattr(tma, "async_store")  # since Triton 3.7
+copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
+together = gl.barrier if _renamed else gl.thread_barrier
 
 KEYS = gl.constexpr(64)  # of one warpgroup
 # Slopes of a score function: the derivative of the modified score by the score.

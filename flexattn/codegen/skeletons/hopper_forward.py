@@ -3,13 +3,17 @@ and go through tensor descriptors.
 
 The ideas, each for one reason:
   roles      one warp copies tiles of keys and values to shared memory, 2 or 3 warpgroups of 64 queries each work on them: copying
-             then costs the warpgroups neither registers nor instructions.
+             then costs the warpgroups neither registers nor instructions. Two warpgroups are one role, as a role's code is compiled
+             apart; 12 warps cannot be one, so three are three.
+  looking    one more warp looks whether tiles have come and lets the warpgroups on at named barriers of their own: where warps look
+             twice in a row at one barrier in shared memory, the compiler lets all warps of their role meet in between.
   overlap    a step issues the scores of its tile and the values of the tile before, and takes the softmax of the former while the
              latter are still being multiplied: the tensor cores do not wait for exponentials.
   turns      warpgroups issue their products one after the other, so that one's softmax falls into another's products.
   releases   "this buffer is free" is an arrival at a named barrier, which blocks nobody; an mbarrier's is a barrier of the warpgroup.
   lazy peak  the reference maximum of a row stays until it has grown by 2**8, and a warp none of whose rows moved does not rescale
              its output (IS_LAZY); probabilities of up to 2**8 cost float32 sums and half types no digit.
+  apart      warps of a role never meet: what they write goes from registers to global memory.
   queue      a program takes tiles of queries until there are none, by a counter in global memory: long rows first. The step of a tile's
              first keys is also that of the last values of the queries before, which are written behind it: the tensor cores do not
              wait for the end of one tile and the begin of the next.
@@ -24,6 +28,7 @@ reads the result.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -34,36 +39,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flexattn.codegen.skeletons import softmax, tiles
 
-_renamed = hasattr(tma, "async_store")  # since Triton 3.7
-copy_in = tma.async_load if _renamed else tma.async_copy_global_to_shared
-copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
-together = gl.barrier if _renamed else gl.thread_barrier
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # since Triton 3.7
 
 QUERIES = gl.constexpr(64)  # of one warpgroup
-PRODUCER = gl.constexpr(32)  # threads
+WARP = gl.constexpr(32)  # threads
 FULL = gl.constexpr(0)
 PARTIAL = gl.constexpr(1)
 FIRST = gl.constexpr(2)
-# Named barriers; Triton itself takes one for each role and two more. Two each of keys and values, then the turns.
-K_FREE = gl.constexpr(5)
-V_FREE = gl.constexpr(7)
-TURN = gl.constexpr(9)
-Q_FREE = gl.constexpr(12)
+# Named barriers; Triton itself takes one for each role of several warps and one more. Two each of keys, values and queries, one of
+# each warpgroup for its turn and one for its values.
+K_FREE = gl.constexpr(4)
+V_FREE = gl.constexpr(6)
+Q_FREE = gl.constexpr(8)
+TURN = gl.constexpr(10)
+V_CAME = gl.constexpr(13)
 
 
 # ---------------------------------------------------------------- layouts
 @gluon.constexpr_function
-def sums_of(columns):
-    """How a warpgroup holds a product of 64 rows."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def sums_of(columns, rows=64):
+    """How a role holds a product: 64 rows a warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[rows // 16, 1], instr_shape=[16, columns, 16])
 
 
 @gluon.constexpr_function
-def lane_sums_layout():
-    """[64, 4]: what each of the four lanes of a row has summed."""
+def lane_sums_layout(rows):
+    """[rows, 4]: what each of the four lanes of a row has summed."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
-        block_bases=[], shape=[64, 4],
+        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]][: 3 if rows == 128 else 2], block_bases=[], shape=[rows, 4],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def stored_layout(rows, columns, swaps=2):
+    """How a product lies before it is written: eight columns of a row in a lane, in the warps that have it already. Lanes differ in
+    columns 2 and 4 of a product, here in 8 and 16; after one of the two swaps the compiler needs no shared memory for the other."""
+    lanes, kept = ([[0, 8], [0, 16]], [[0, 2], [0, 4]]) if swaps == 2 else ([[0, 8], [0, 4]], [[0, 2], [0, 16]])
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], *kept, [8, 0], *[[0, c] for c in (32, 64, 128) if c < columns]],
+        lane_bases=[*lanes, [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0], [64, 0]][: 3 if rows == 128 else 2],
+        block_bases=[], shape=[rows, columns],
     )  # fmt: skip
 
 
@@ -87,6 +103,22 @@ def opaque(index):
     """The same index, of which the compiler knows nothing: otherwise it packs the comparisons of a thread into bits and takes them
     out again, a third of a masked tile's instructions."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@builtin
+def finished(product, pending, _semantic=None):
+    """A product of this warpgroup, once no more than `pending` others are under way. Triton since 3.7 would let all warps of the role
+    meet behind it if it were not told that the warpgroup alone waits; 3.6 asks for nothing."""
+    product = warpgroup_mma_wait(pending, deps=[product], _semantic=_semantic)
+    product.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return product
+
+
+@gluon.jit
+def warpgroup():
+    """Which warpgroup of the default role a thread belongs to."""
+    text: gl.constexpr = "mov.u32 $0, %tid.x; shr.u32 $0, $0, 7;"
+    return gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True, pack=1)
 
 
 # A warp's vote lives in a register of the whole kernel, as a tensor's elements cannot become one thread's condition.
@@ -178,14 +210,16 @@ def put_spans(K, V, ring, line, EXTRA, place, at, older, last, began, KIND: gl.c
 
 
 @gluon.jit
-def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS: gl.constexpr,
+def produce(Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS: gl.constexpr,
             Q_BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr):
     """The copying warp. It takes the number of the next tile of queries, and reads its row, before it waits to copy the last values
     of this one."""
-    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
+    ROLES: gl.constexpr = q_tiles.shape[0] // Q_BUFFERS
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    k_buffers, v_buffers, k_ready, v_ready = ring
-    next_tile, next_ready = following
+    k_buffers, v_buffers = buffers
+    q_ready, k_ready, v_ready, next_ready = ready
+    ring = (k_buffers, v_buffers, k_ready, v_ready)
     tile = gl.program_id(0)
     total = table[2] * table[3]
     batch, head, line = row_of(tile, table, steps)
@@ -199,10 +233,10 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
         q_buffer, _ = queries_of(turn, Q_BUFFERS)
         if turn >= Q_BUFFERS:
             barrier_wait(Q_FREE + q_buffer, THREADS)
-        for group in gl.static_range(WARPGROUPS):
-            mine = q_buffer * WARPGROUPS + group
-            mbarrier.expect(q_ready.index(mine), Q.block_type.nbytes)
-            copy_in(Q, [batch, head, first + group * QUERIES, 0], q_ready.index(mine), q_tiles.index(mine))
+        mbarrier.expect(q_ready.index(q_buffer), ROLES * Q.block_type.nbytes)
+        for role in gl.static_range(ROLES):
+            mine = q_buffer * ROLES + role
+            copy_in(Q, [batch, head, first + role * Q.block_type.shape[2], 0], q_ready.index(q_buffer), q_tiles.index(mine))
         began = at
         older = 0
         last = 0
@@ -227,18 +261,55 @@ def produce(Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, s
         turn += 1
 
 
+@gluon.jit
+def announce(next_tile, ready, table, steps, WARPGROUPS: gl.constexpr, Q_BUFFERS: gl.constexpr):
+    """The warp that looks whether tiles have come, in the order in which warpgroups need them, and lets each one on. It steps as often
+    as they do: once for each tile of keys that the row counts, once for a row without."""
+    q_ready, k_ready, v_ready, next_ready = ready
+    tile = gl.program_id(0)
+    total = table[2] * table[3]
+    at = 0
+    turn = 0
+    while tile < total:
+        _, _, line = row_of(tile, table, steps)
+        last = at + gl.maximum(gl.load(line + 1) + gl.load(line + 2), 1) - 1
+        q_buffer, q_phase = queries_of(turn, Q_BUFFERS)
+        slot, slot_phase = buffer_of(turn)
+        mbarrier.wait(q_ready.index(q_buffer), q_phase)
+        while at <= last:
+            buffer, phase = buffer_of(at)
+            before = buffer ^ 1
+            mbarrier.wait(k_ready.index(buffer), phase)
+            barrier_wait(TURN, 256 + WARP)
+            mbarrier.wait(v_ready.index(before), phase ^ before)
+            if at == last:  # written behind the last keys
+                mbarrier.wait(next_ready.index(slot), slot_phase)
+                tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
+            barrier_wait(V_CAME, 128 + WARP)
+            for group in gl.static_range(1, WARPGROUPS):
+                barrier_wait(TURN + group, 256 + WARP)
+                barrier_wait(V_CAME + group, 128 + WARP)
+            at += 1
+        turn += 1
+    buffer, phase = buffer_of(at - 1)
+    mbarrier.wait(v_ready.index(buffer), phase)
+    for group in gl.static_range(WARPGROUPS):
+        barrier_wait(V_CAME + group, 128 + WARP)
+
+
 # ---------------------------------------------------------------- softmax
 @gluon.jit
 def modified(scores, block, place, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
              BLOCK_N: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """Scores as the user's functions leave them, -inf where a pair does not count. A score_mod takes raw products and gives scores
     in base 2. The FIRST tile may be a partial one, a full one, whose mask is not asked, or the one of a row that has none."""
-    S: gl.constexpr = sums_of(BLOCK_N)
+    ROWS: gl.constexpr = scores.shape[0]
+    S: gl.constexpr = sums_of(BLOCK_N, ROWS)
     batch, head, first, scale, _, is_partial, is_full, known, ends, kv_len = place
     if SCORE_MOD is None:
         scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
     if SCORE_MOD is not None or (KIND != FULL and MASK_MOD is not None):
-        q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, gl.SliceLayout(1, S)), 1)
+        q_idx = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, S)), 1)
         kv_idx = gl.expand_dims(opaque(block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))), 0)
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores, scale, batch, head, q_idx, kv_idx, caps, known, seen)
@@ -247,7 +318,7 @@ def modified(scores, block, place, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl
         if KIND == FIRST:
             lower = gl.where(is_partial, lower, 0)
             upper = gl.where(is_partial, upper, gl.where(is_full, kv_len, 0))
-        asked = gl.full([QUERIES, BLOCK_N], 1, gl.int32, S)
+        asked = gl.full([ROWS, BLOCK_N], 1, gl.int32, S)
         if MASK_MOD is not None:  # what it asks besides
             keep = MASK_MOD(batch, head, q_idx, kv_idx, caps, known, seen)
             if KIND == FIRST:
@@ -259,15 +330,16 @@ def modified(scores, block, place, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl
 
 @gluon.jit
 def within(scores, lower, upper, asked, BLOCK_N: gl.constexpr):
-    """Scores [64, BLOCK_N] of the columns lower .. upper of each row [64, 1] where asked is not 0, -inf elsewhere."""
-    S: gl.constexpr = sums_of(BLOCK_N)
-    APART: gl.constexpr = [QUERIES, BLOCK_N // 8, 4, 2]  # a lane has two of each eight columns
+    """Scores [ROWS, BLOCK_N] of the columns lower .. upper of each row [ROWS, 1] where asked is not 0, -inf elsewhere."""
+    ROWS: gl.constexpr = scores.shape[0]
+    S: gl.constexpr = sums_of(BLOCK_N, ROWS)
+    APART: gl.constexpr = [ROWS, BLOCK_N // 8, 4, 2]  # a lane has two of each eight columns
     P: gl.constexpr = gl.reshape(scores, APART).type.layout
-    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, P))  # [64, 4]
-    ROWS: gl.constexpr = gl.SliceLayout(1, LANES)
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, P))  # [ROWS, 4]
+    EACH: gl.constexpr = gl.SliceLayout(1, LANES)
     lane = gl.expand_dims(2 * gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
-    begin = elements_before(gl.expand_dims(rows_in(lower, ROWS), 1) - lane, BLOCK_N)
-    end = elements_before(gl.expand_dims(rows_in(upper, ROWS), 1) - lane, BLOCK_N)
+    begin = elements_before(gl.expand_dims(rows_in(lower, EACH), 1) - lane, BLOCK_N)
+    end = elements_before(gl.expand_dims(rows_in(upper, EACH), 1) - lane, BLOCK_N)
     bits = gl.inline_asm_elementwise(
         "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [begin, gl.maximum(end - begin, 0)], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -284,13 +356,13 @@ def within(scores, lower, upper, asked, BLOCK_N: gl.constexpr):
     )
     operands = [gl.reshape(scores, APART), own, 1 << at, gl.reshape(asked, APART)]
     kept = gl.inline_asm_elementwise(text, "=f,f,r,r,r", operands, dtype=gl.float32, is_pure=True, pack=1)
-    return gl.convert_layout(gl.reshape(kept, [QUERIES, BLOCK_N]), S, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(kept, [ROWS, BLOCK_N]), S, assert_trivial=True)
 
 
 @gluon.jit
 def rows_in(values, LAYOUT: gl.constexpr):
-    """[64, 1] -> [64], in the same registers."""
-    return gl.convert_layout(gl.reshape(values, [QUERIES]), LAYOUT, assert_trivial=True)
+    """[ROWS, 1] -> [ROWS], in the same registers."""
+    return gl.convert_layout(gl.reshape(values, [values.shape[0]]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -302,9 +374,10 @@ def elements_before(column, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def lane_sums(probs, BLOCK_N: gl.constexpr):
-    """[64, 4]: sums of each lane's own elements."""
-    apart = gl.reshape(probs, [QUERIES, BLOCK_N // 8, 4, 2])
-    return gl.convert_layout(gl.sum(gl.sum(apart, 3), 1), lane_sums_layout(), assert_trivial=True)
+    """[ROWS, 4]: sums of each lane's own elements."""
+    ROWS: gl.constexpr = probs.shape[0]
+    apart = gl.reshape(probs, [ROWS, BLOCK_N // 8, 4, 2])
+    return gl.convert_layout(gl.sum(gl.sum(apart, 3), 1), lane_sums_layout(ROWS), assert_trivial=True)
 
 
 @gluon.jit
@@ -321,7 +394,7 @@ def update(scores, factor, peak, total, top, BLOCK_N: gl.constexpr, IS_LAZY: gl.
     safe_peak = gl.where(new_peak == float("-inf"), 0.0, new_peak)
     probs = gl.exp2(scores * factor - gl.expand_dims(safe_peak, 1))
     correction = gl.exp2(peak - safe_peak)
-    lanes = gl.convert_layout(correction, gl.SliceLayout(1, lane_sums_layout()), assert_trivial=True)
+    lanes = gl.convert_layout(correction, gl.SliceLayout(1, lane_sums_layout(scores.shape[0])), assert_trivial=True)
     total = total * gl.expand_dims(lanes, 1) + lane_sums(probs, BLOCK_N)
     return probs, correction, new_peak, total, top
 
@@ -344,7 +417,8 @@ def corrected(acc, correction, O: gl.constexpr, IS_LAZY: gl.constexpr):
 def issue_scores(q, buffers, buffer, BLOCK_N: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr):
     """Starts queries times keys over QK_USED dimensions: tiles are a power of two wide, and what is padding need not be multiplied."""
     keys = buffers.index(buffer).reshape([BLOCK_N, QK_PAD])
-    scores = gl.zeros([QUERIES, BLOCK_N], gl.float32, sums_of(BLOCK_N))
+    ROWS: gl.constexpr = q.shape[0]
+    scores = gl.zeros([ROWS, BLOCK_N], gl.float32, sums_of(BLOCK_N, ROWS))
     if QK_USED == QK_PAD:
         return warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
     else:
@@ -360,26 +434,24 @@ def issue_scores(q, buffers, buffer, BLOCK_N: gl.constexpr, QK_PAD: gl.constexpr
 def issue_values(probs, acc, is_more, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.constexpr):
     """Starts probabilities times values, the first ones of a tile of queries in place of what `acc` held, all others on top of it.
     Probabilities become an operand only here, as one that is carried around a loop is taken apart and put together again."""
-    operand = gl.convert_layout(probs, gl.DotOperandLayout(0, sums_of(V_PAD), k_width=2))
+    operand = gl.convert_layout(probs, gl.DotOperandLayout(0, sums_of(V_PAD, probs.shape[0]), k_width=2))
     return warpgroup_mma(operand, buffers.index(buffer).reshape([BLOCK_N, V_PAD]), acc, use_acc=is_more, is_async=True)
 
 
 @gluon.jit
-def issue(acc, probs, correction, at, began, q, ring, GROUP: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
+def issue(acc, probs, correction, at, began, q, ring, group, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
           V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, IS_LAZY: gl.constexpr):
     """Starts the scores of the tile at a position, and behind them the values of the tile before, whose queries began at `began`;
     both in this warpgroup's turn."""
-    k_buffers, v_buffers, k_ready, v_ready = ring
-    buffer, phase = buffer_of(at)
-    before = buffer ^ 1
-    mbarrier.wait(k_ready.index(buffer), phase)
-    barrier_wait(TURN + GROUP, 256)
+    k_buffers, v_buffers = ring
+    buffer, _ = buffer_of(at)
+    barrier_wait(TURN + group, 256 + WARP)
     scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD, QK_USED)
     if IS_LAZY:  # behind the scores, which it does not delay
-        acc = corrected(acc, correction, sums_of(V_PAD), True)
-    mbarrier.wait(v_ready.index(before), phase ^ before)
-    acc = issue_values(probs, acc, at - 1 != began, v_buffers, before, BLOCK_N, V_PAD)
-    barrier_arrive(TURN + (GROUP + 1) % WARPGROUPS, 256)
+        acc = corrected(acc, correction, sums_of(V_PAD, acc.shape[0]), True)
+    barrier_wait(V_CAME + group, 128 + WARP)
+    acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer ^ 1, BLOCK_N, V_PAD)
+    barrier_arrive(TURN + (group + 1) % WARPGROUPS, 256 + WARP)
     return scores, acc
 
 
@@ -389,28 +461,28 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
          FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """The softmax of a tile, while the values of the tile before are still being multiplied. What comes before a FIRST tile belongs to
     other queries: it is complete then, and the new ones correct nothing of it."""
-    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
+    THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
     buffer, _ = buffer_of(at)
     seen = caps
     if SEEN is not None:  # captured values that are the same for every query, read while the scores are being multiplied
-        columns = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, sums_of(BLOCK_N))), 0)
+        columns = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, sums_of(BLOCK_N, peak.shape[0]))), 0)
         seen = SEEN(place[0], place[1], block * BLOCK_N, columns, caps, place[7])
-    scores = warpgroup_mma_wait(1, deps=[scores])
+    scores = finished(scores, 1)
     barrier_arrive(K_FREE + buffer, THREADS)
     scores = modified(scores, block, place, caps, seen, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
     LAZY: gl.constexpr = IS_LAZY and KIND != FIRST
     probs, correction, peak, total, top = update(scores, place[4], peak, total, top, BLOCK_N, LAZY, WANT_MAX)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+    acc = finished(acc, 0)
     barrier_arrive(V_FREE + (buffer ^ 1), THREADS)
     if KIND == FIRST:
-        correction = gl.full([QUERIES], 1.0, gl.float32, gl.SliceLayout(1, sums_of(BLOCK_N)))
+        correction = gl.full([acc.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, sums_of(BLOCK_N, acc.shape[0])))
     elif not IS_LAZY:
-        acc = corrected(acc, correction, sums_of(V_PAD), False)
+        acc = corrected(acc, correction, sums_of(V_PAD, acc.shape[0]), False)
     return acc, probs.to(ring[1].dtype), correction, peak, total, top, at + 1
 
 
 @gluon.jit
-def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, group, KIND: gl.constexpr,
           SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
           V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
           WANT_MAX: gl.constexpr):
@@ -422,7 +494,7 @@ def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP: gl.co
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
             scores, acc = issue(
-                acc, probs, correction, at, began, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
+                acc, probs, correction, at, began, q, ring, group, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
             )
             acc, probs, correction, peak, total, top, at = take(
                 scores, acc, peak, total, top, at, block, ring, place, caps, KIND, SCORE_MOD, MASK_MOD, SEEN, V_PAD, BLOCK_N,
@@ -433,12 +505,12 @@ def sweep(state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP: gl.co
 
 @gluon.jit
 def write_rows(peak, total, top, where, LSE, MAX, q_heads, q_len, O: gl.constexpr, WANT_MAX: gl.constexpr):
-    """What is known of 64 queries before their last values are added: gives back what the output is multiplied with, 0 for an empty
-    row."""
+    """What is known of a role's queries before their last values are added: gives back what the output is multiplied with, 0 for an
+    empty row."""
     R: gl.constexpr = peak.type.layout
     batch, head, first = where
     sums = gl.convert_layout(gl.sum(total, 1), R, assert_trivial=True)
-    rows = first + gl.arange(0, QUERIES, R)
+    rows = first + gl.arange(0, peak.shape[0], R)
     at_rows = (batch * q_heads + head).to(gl.int64) * q_len + rows
     gl.store(LSE + at_rows, softmax.row_lse(peak, sums, False), mask=rows < q_len)
     if WANT_MAX:
@@ -447,75 +519,86 @@ def write_rows(peak, total, top, where, LSE, MAX, q_heads, q_len, O: gl.constexp
 
 
 @gluon.jit
-def write(acc, inverse, where, OUT, o_tile, V_PAD: gl.constexpr):
-    """The output of 64 queries, by way of shared memory and no more than 128 columns at a time."""
-    batch, head, first = where
+def write(acc, inverse, where, OUT, strides, q_len, V_DIM: gl.constexpr, V_PAD: gl.constexpr):
+    """The output of a role's queries, no more than 128 columns at a time."""
     inverse = gl.expand_dims(inverse, 1)
-    out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(o_tile.dtype)
+    out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(OUT.dtype.element_ty)
     if V_PAD <= 128:
-        write_part(out, batch, head, first, 0, OUT, o_tile, V_PAD)
+        write_part(out, where, 0, OUT, strides, q_len, V_DIM, V_PAD)
     else:
-        left, right = gl.split(gl.permute(gl.reshape(out, [QUERIES, 2, 128]), (0, 2, 1)))
-        write_part(left, batch, head, first, 0, OUT, o_tile, 128)
-        write_part(right, batch, head, first, 128, OUT, o_tile, 128)
+        left, right = gl.split(gl.permute(gl.reshape(out, [out.shape[0], 2, 128]), (0, 2, 1)))
+        write_part(left, where, 0, OUT, strides, q_len, V_DIM, 128)
+        write_part(right, where, 128, OUT, strides, q_len, V_DIM, 128)
 
 
 @gluon.jit
-def write_part(out, batch, head, first, column, OUT, o_tile, COLUMNS: gl.constexpr):
-    tma.store_wait(0)  # of what was written before
-    together()
-    o_tile.reshape([QUERIES, COLUMNS]).store(out)
-    fence_async_shared()
-    copy_out(OUT, [batch, head, first, column], o_tile)
+def write_part(out, where, column, OUT, strides, q_len, V_DIM: gl.constexpr, COLUMNS: gl.constexpr):
+    """Straight from registers, for which no warp waits for another."""
+    ROWS: gl.constexpr = out.shape[0]
+    L: gl.constexpr = stored_layout(ROWS, COLUMNS)
+    batch, head, first = where
+    out = gl.convert_layout(gl.convert_layout(out, stored_layout(ROWS, COLUMNS, 1)), L)
+    rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
+    columns = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, L)), 0)
+    start = OUT + gl.to_tensor(batch).to(gl.int64) * strides[0] + gl.to_tensor(head).to(gl.int64) * strides[1]
+    start += gl.to_tensor(first).to(gl.int64) * strides[2]
+    inside = rows < q_len - first
+    if V_DIM < column + COLUMNS:
+        inside = inside & (columns < V_DIM)
+    gl.store(start + (rows * strides[2] + columns), out, mask=inside)
 
 
 @gluon.jit
-def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes,
+def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, steps, caps, sizes,
             SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr,
-            QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr,
-            Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
-    """One warpgroup: 64 queries of each tile, from their first keys to their output. The step of a tile's first keys is also that of
+            QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
+            WARPGROUPS: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
+            WANT_MAX: gl.constexpr):
+    """One role: its queries of each tile, from their first keys to their output; `group` is None where it is two warpgroups, each with
+    its own turns. The step of a tile's first keys is also that of
     the last values of the tile of queries before, which is written behind it; the first one's has nothing before it, the last one's
     values a step of their own."""
-    THREADS: gl.constexpr = WARPGROUPS * 128 + PRODUCER
-    S: gl.constexpr = sums_of(BLOCK_N)
-    O: gl.constexpr = sums_of(V_PAD)
+    THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
+    ROLES: gl.constexpr = q_tiles.shape[0] // Q_BUFFERS
+    ROWS: gl.constexpr = WARPGROUPS * QUERIES // ROLES
+    S: gl.constexpr = sums_of(BLOCK_N, ROWS)
+    O: gl.constexpr = sums_of(V_PAD, ROWS)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    v_buffers, v_ready = ring[1], ring[3]
-    next_tile, next_ready = following
+    v_buffers = ring[1]
     EXTRA = table[1]
     q_len, kv_len, scale = sizes
     factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
-    o_tile = o_tiles.index(GROUP)
-    if GROUP == WARPGROUPS - 1:  # the first turn is the first group's
-        barrier_arrive(TURN, 256)
+    role = 0 if ROLES == 1 else group
+    if ROLES == 1:
+        group = warpgroup()
+    if group == WARPGROUPS - 1:  # the first turn is the first group's
+        barrier_arrive(TURN, 256 + WARP)
     tile = gl.program_id(0)
     total_tiles = table[2] * table[3]
     where = (0, 0, 0)
-    none = gl.full([QUERIES], float("-inf"), gl.float32, R)
-    nothing = gl.full([QUERIES, 4], 0.0, gl.float32, lane_sums_layout())
-    acc = gl.zeros([QUERIES, V_PAD], gl.float32, O)
-    probs = gl.zeros([QUERIES, BLOCK_N], v_buffers.dtype, S)
-    correction = gl.full([QUERIES], 1.0, gl.float32, R)
-    inverse = gl.full([QUERIES], 0.0, gl.float32, gl.SliceLayout(1, O))
+    none = gl.full([ROWS], float("-inf"), gl.float32, R)
+    nothing = gl.full([ROWS, 4], 0.0, gl.float32, lane_sums_layout(ROWS))
+    acc = gl.zeros([ROWS, V_PAD], gl.float32, O)
+    probs = gl.zeros([ROWS, BLOCK_N], v_buffers.dtype, S)
+    correction = gl.full([ROWS], 1.0, gl.float32, R)
+    inverse = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, O))
     at = 0
     began = -1  # of the queries before
     turn = 0
     while tile < total_tiles:
         # the first keys
-        q_buffer, q_phase = queries_of(turn, Q_BUFFERS)
-        mine = q_buffer * WARPGROUPS + GROUP
-        q = q_tiles.index(mine).reshape([QUERIES, QK_PAD])
-        mbarrier.wait(q_ready.index(mine), q_phase)
+        q_buffer, _ = queries_of(turn, Q_BUFFERS)
+        mine = q_buffer * ROLES + role
+        q = q_tiles.index(mine).reshape([ROWS, QK_PAD])
         scores, acc = issue(
-            acc, probs, correction, at, began, q, ring, GROUP, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
+            acc, probs, correction, at, began, q, ring, group, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
         )
         began = at
         batch, head, line = row_of(tile, table, steps)
-        first = gl.load(line) * (WARPGROUPS * QUERIES) + GROUP * QUERIES
+        first = gl.load(line) * (WARPGROUPS * QUERIES) + role * ROWS
         is_partial = gl.load(line + 2) > 0
         is_full = (gl.load(line + 1) > 0) & (not is_partial)
-        q_idx = gl.expand_dims(first + gl.arange(0, QUERIES, R), 1)
+        q_idx = gl.expand_dims(first + gl.arange(0, ROWS, R), 1)
         known = caps
         if KNOWN is not None:  # captured values that are the same for every key
             known = KNOWN(batch, head, q_idx, caps)
@@ -531,17 +614,17 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
             WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         if turn > 0:
-            write(acc, inverse, where, OUT, o_tile, V_PAD)
+            write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
 
         # all others
         state = (acc, probs, correction, peak, total, top, at)
         state = sweep(
-            state, 1, began, q, ring, line, EXTRA, place, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD, SEEN, QK_PAD, QK_USED,
+            state, 1, began, q, ring, line, EXTRA, place, caps, group, PARTIAL, SCORE_MOD, MASK_MOD, SEEN, QK_PAD, QK_USED,
             V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         skipped = gl.where(is_partial, 0, 1)
         state = sweep(
-            state, skipped, began, q, ring, line, EXTRA, place, caps, GROUP, FULL, SCORE_MOD, MASK_MOD, SEEN, QK_PAD, QK_USED,
+            state, skipped, began, q, ring, line, EXTRA, place, caps, group, FULL, SCORE_MOD, MASK_MOD, SEEN, QK_PAD, QK_USED,
             V_PAD, BLOCK_N, WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         acc, probs, correction, peak, total, top, at = state
@@ -549,43 +632,42 @@ def consume(GROUP: gl.constexpr, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring,
         inverse = write_rows(peak, total, top, where, LSE, MAX, steps[0], q_len, O, WANT_MAX)
 
         # the next tile of queries
-        slot, slot_phase = buffer_of(turn)
-        mbarrier.wait(next_ready.index(slot), slot_phase)
-        tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        slot, _ = buffer_of(turn)
+        tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [ROWS // 16], [0])), 0)
         barrier_arrive(Q_FREE + q_buffer, THREADS)
         turn += 1
 
     # the last values
     if IS_LAZY:
         acc = corrected(acc, correction, O, False)
-    buffer, phase = buffer_of(at - 1)
-    mbarrier.wait(v_ready.index(buffer), phase)
+    buffer, _ = buffer_of(at - 1)
+    barrier_wait(V_CAME + group, 128 + WARP)
     acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer, BLOCK_N, V_PAD)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    write(acc, inverse, where, OUT, o_tile, V_PAD)
-    tma.store_wait(0)
+    acc = finished(acc, 0)
+    write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
 
 
 @gluon.jit
 def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides, k_strides, v_strides, out_strides, caps,
                              scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
-                             SEEN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_PAD: gl.constexpr,
+                             SEEN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr,
                              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr,
                              IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
     before, and 0 after."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
-    q_tiles = gl.allocate_shared_memory(Q.dtype, [Q_BUFFERS * WARPGROUPS, 1, 1, QUERIES, QK_PAD], Q.layout)
+    ROLES: gl.constexpr = 1 if WARPGROUPS == 2 else WARPGROUPS
+    ROLE_ROWS: gl.constexpr = BLOCK_M // ROLES
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [Q_BUFFERS * ROLES, 1, 1, ROLE_ROWS, QK_PAD], Q.layout)
     k_buffers = gl.allocate_shared_memory(K.dtype, [2, 1, 1, BLOCK_N, QK_PAD], K.layout)
     v_buffers = gl.allocate_shared_memory(V.dtype, [2, 1, 1, BLOCK_N, V_PAD], V.layout)
-    o_tiles = gl.allocate_shared_memory(OUT.dtype, [WARPGROUPS, 1, 1, QUERIES, min(V_PAD, 128)], OUT.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    for tile in gl.static_range(Q_BUFFERS * WARPGROUPS):
+    for tile in gl.static_range(Q_BUFFERS):
         mbarrier.init(q_ready.index(tile), count=1)
     for buffer in gl.static_range(2):
         mbarrier.init(k_ready.index(buffer), count=1)
@@ -594,29 +676,33 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     fence_async_shared()
     if IS_LAZY:
         declare_vote()
-    ring = (k_buffers, v_buffers, k_ready, v_ready)
-    following = (next_tile, next_ready)
+    buffers = (k_buffers, v_buffers)
+    ready = (q_ready, k_ready, v_ready, next_ready)
     table = (ROWS, EXTRA, pairs, lines, swizzle, batch_step, head_step)
     steps = (q_heads, group)
     sizes = (q_len, kv_len, scale)
     strides = (k_strides[0], v_strides[0])
-    # registers of a thread: the copying warp 24, the others what is left
+    # registers of a thread: the copying and the looking warp 24, the others what is left
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (consume, (None, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+                       WANT_MAX)),
+            (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
+            (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
+        ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (consume, (0, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (1, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (consume, (2, OUT, LSE, MAX, q_tiles, o_tiles, q_ready, ring, following, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, q_ready, ring, following, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+            (consume, (0, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+                       WANT_MAX)),
+            (consume, (1, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+                       WANT_MAX)),
+            (consume, (2, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
+                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+                       WANT_MAX)),
+            (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
+            (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
+        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
