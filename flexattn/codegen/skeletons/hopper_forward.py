@@ -285,16 +285,25 @@ def announce(next_tile, ready, table, steps, WARPGROUPS: gl.constexpr, Q_BUFFERS
             if at == last:  # written behind the last keys
                 mbarrier.wait(next_ready.index(slot), slot_phase)
                 tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
-            barrier_wait(V_CAME, 128 + WARP)
+            values_came(0, at == last)
             for group in gl.static_range(1, WARPGROUPS):
                 barrier_wait(TURN + group, 256 + WARP)
-                barrier_wait(V_CAME + group, 128 + WARP)
+                values_came(group, at == last)
             at += 1
         turn += 1
     buffer, phase = buffer_of(at - 1)
     mbarrier.wait(v_ready.index(buffer), phase)
     for group in gl.static_range(WARPGROUPS):
         barrier_wait(V_CAME + group, 128 + WARP)
+
+
+@gluon.jit
+def values_came(group, is_last):
+    """Lets a warpgroup on to its values. That it has gone on is seen by its next turn; behind the last one there may be none."""
+    if is_last:
+        barrier_wait(V_CAME + group, 128 + WARP)
+    else:
+        barrier_arrive(V_CAME + group, 128 + WARP)
 
 
 # ---------------------------------------------------------------- softmax
