@@ -83,6 +83,19 @@ def stored_layout(rows, columns, swaps=2):
     )  # fmt: skip
 
 
+# ---------------------------------------------------------------- who looks whether tiles have come
+@gluon.constexpr_function
+def is_told(warpgroups):
+    """Whether warpgroups share a role and are told by a warp that looks, or look themselves."""
+    return warpgroups == 2
+
+
+@gluon.constexpr_function
+def turn_threads(warpgroups):
+    """Threads that come to the barrier of a turn: the one before, the one whose turn it is, and the looking warp."""
+    return 256 + 32 if is_told(warpgroups) else 256
+
+
 # ---------------------------------------------------------------- what Gluon has no word for
 @gluon.jit
 def barrier_wait(number, THREADS: gl.constexpr):
@@ -280,14 +293,14 @@ def announce(next_tile, ready, table, steps, WARPGROUPS: gl.constexpr, Q_BUFFERS
             buffer, phase = buffer_of(at)
             before = buffer ^ 1
             mbarrier.wait(k_ready.index(buffer), phase)
-            barrier_wait(TURN, 256 + WARP)
+            barrier_wait(TURN, turn_threads(WARPGROUPS))
             mbarrier.wait(v_ready.index(before), phase ^ before)
             if at == last:  # written behind the last keys
                 mbarrier.wait(next_ready.index(slot), slot_phase)
                 tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [1], [0])), 0)
             values_came(0, at == last)
             for group in gl.static_range(1, WARPGROUPS):
-                barrier_wait(TURN + group, 256 + WARP)
+                barrier_wait(TURN + group, turn_threads(WARPGROUPS))
                 values_came(group, at == last)
             at += 1
         turn += 1
@@ -448,19 +461,30 @@ def issue_values(probs, acc, is_more, buffers, buffer, BLOCK_N: gl.constexpr, V_
 
 
 @gluon.jit
+def await_values(group, v_ready, buffer, phase, WARPGROUPS: gl.constexpr):
+    if is_told(WARPGROUPS):
+        barrier_wait(V_CAME + group, 128 + WARP)
+    else:
+        mbarrier.wait(v_ready.index(buffer), phase)
+
+
+@gluon.jit
 def issue(acc, probs, correction, at, began, q, ring, group, QK_PAD: gl.constexpr, QK_USED: gl.constexpr,
           V_PAD: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, IS_LAZY: gl.constexpr):
     """Starts the scores of the tile at a position, and behind them the values of the tile before, whose queries began at `began`;
     both in this warpgroup's turn."""
-    k_buffers, v_buffers = ring
-    buffer, _ = buffer_of(at)
-    barrier_wait(TURN + group, 256 + WARP)
+    k_buffers, v_buffers, k_ready, v_ready = ring
+    buffer, phase = buffer_of(at)
+    before = buffer ^ 1
+    if not is_told(WARPGROUPS):
+        mbarrier.wait(k_ready.index(buffer), phase)
+    barrier_wait(TURN + group, turn_threads(WARPGROUPS))
     scores = issue_scores(q, k_buffers, buffer, BLOCK_N, QK_PAD, QK_USED)
     if IS_LAZY:  # behind the scores, which it does not delay
         acc = corrected(acc, correction, sums_of(V_PAD, acc.shape[0]), True)
-    barrier_wait(V_CAME + group, 128 + WARP)
-    acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer ^ 1, BLOCK_N, V_PAD)
-    barrier_arrive(TURN + (group + 1) % WARPGROUPS, 256 + WARP)
+    await_values(group, v_ready, before, phase ^ before, WARPGROUPS)
+    acc = issue_values(probs, acc, at - 1 != began, v_buffers, before, BLOCK_N, V_PAD)
+    barrier_arrive(TURN + (group + 1) % WARPGROUPS, turn_threads(WARPGROUPS))
     return scores, acc
 
 
@@ -558,7 +582,7 @@ def write_part(out, where, column, OUT, strides, q_len, V_DIM: gl.constexpr, COL
 
 
 @gluon.jit
-def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, steps, caps, sizes,
+def consume(group, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes,
             SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr,
             QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
             WARPGROUPS: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
@@ -573,7 +597,9 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, 
     S: gl.constexpr = sums_of(BLOCK_N, ROWS)
     O: gl.constexpr = sums_of(V_PAD, ROWS)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    v_buffers = ring[1]
+    q_ready, k_ready, v_ready, next_ready = ready
+    v_buffers = buffers[1]
+    ring = (buffers[0], v_buffers, k_ready, v_ready)
     EXTRA = table[1]
     q_len, kv_len, scale = sizes
     factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
@@ -581,7 +607,7 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, 
     if ROLES == 1:
         group = warpgroup()
     if group == WARPGROUPS - 1:  # the first turn is the first group's
-        barrier_arrive(TURN, 256 + WARP)
+        barrier_arrive(TURN, turn_threads(WARPGROUPS))
     tile = gl.program_id(0)
     total_tiles = table[2] * table[3]
     where = (0, 0, 0)
@@ -596,8 +622,10 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, 
     turn = 0
     while tile < total_tiles:
         # the first keys
-        q_buffer, _ = queries_of(turn, Q_BUFFERS)
+        q_buffer, q_phase = queries_of(turn, Q_BUFFERS)
         mine = q_buffer * ROLES + role
+        if not is_told(WARPGROUPS):
+            mbarrier.wait(q_ready.index(q_buffer), q_phase)
         q = q_tiles.index(mine).reshape([ROWS, QK_PAD])
         scores, acc = issue(
             acc, probs, correction, at, began, q, ring, group, QK_PAD, QK_USED, V_PAD, BLOCK_N, WARPGROUPS, IS_LAZY
@@ -641,7 +669,9 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, 
         inverse = write_rows(peak, total, top, where, LSE, MAX, steps[0], q_len, O, WANT_MAX)
 
         # the next tile of queries
-        slot, _ = buffer_of(turn)
+        slot, slot_phase = buffer_of(turn)
+        if not is_told(WARPGROUPS):
+            mbarrier.wait(next_ready.index(slot), slot_phase)
         tile = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [ROWS // 16], [0])), 0)
         barrier_arrive(Q_FREE + q_buffer, THREADS)
         turn += 1
@@ -649,8 +679,8 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, ring, next_tile, table, 
     # the last values
     if IS_LAZY:
         acc = corrected(acc, correction, O, False)
-    buffer, _ = buffer_of(at - 1)
-    barrier_wait(V_CAME + group, 128 + WARP)
+    buffer, phase = buffer_of(at - 1)
+    await_values(group, v_ready, buffer, phase, WARPGROUPS)
     acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer, BLOCK_N, V_PAD)
     acc = finished(acc, 0)
     write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
@@ -694,8 +724,8 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     # registers of a thread: the copying and the looking warp 24, the others what is left
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (None, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+            (consume, (None, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
+                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
                        WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
             (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
@@ -703,15 +733,14 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (consume, (0, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+            (consume, (0, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
+                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
                        WANT_MAX)),
-            (consume, (1, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+            (consume, (1, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
+                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
                        WANT_MAX)),
-            (consume, (2, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, table, steps, caps, sizes, SCORE_MOD, ENDS,
-                       MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
+            (consume, (2, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
+                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
                        WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
-            (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
-        ], [4, 4, 1, 1], [160, 160, 24, 24])  # fmt: skip
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
