@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexattn.codegen.hopper_tiles import query_buffers
+from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, query_buffers, role_rows
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import padded, tile_dims
@@ -33,7 +33,6 @@ _SKELETONS = {
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
 _BUILDERS = ("ranges", "block_map", "fill", "order")  # of the mask builder; they know nothing of q, k and v
 MOST_TABLES, TABLE_INTS = 3, 5  # as skeletons/block_map.py has them
-WARPGROUP_ROWS = 64  # of queries in skeletons/hopper_forward.py, of keys in hopper_backward.py
 _LENGTHS = {"rows": "i32", "heads": "i32", "q_len": "i32", "kv_len": "i32"}
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
 Signature = dict[str, Any]
@@ -126,7 +125,7 @@ def _options(spec: KernelSpec) -> dict[str, Any]:
     then no longer the same."""
     is_single = bool(spec.layouts) and spec.layouts[0].dtype == "fp32"
     return {
-        "num_warps": role_rows(spec) // 16 if spec.kernel == "hopper_forward" else spec.config.num_warps,
+        "num_warps": role_rows(spec.config) // 16 if spec.kernel == "hopper_forward" else spec.config.num_warps,
         "num_stages": spec.config.num_stages,
         "enable_fp_fusion": not is_single,
     }
@@ -186,15 +185,15 @@ def _shared_layout(bits: int, rank: int, swizzle: int) -> str:
     return f"NVMMASharedLayout({numbers}, transposed=False, fp4_padded=False, cga_layout=[])"
 
 
-def role_rows(spec: KernelSpec) -> int:
-    """Queries of a role of hopper_forward.py: two warpgroups are one, three are three."""
-    return 128 if spec.config.BLOCK_M == 128 else WARPGROUP_ROWS
-
-
 def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _inputs(arguments)
-    arguments.result("OUT", spec.v_dim, "out_strides")
+    if role_rows(spec.config) == WARPGROUP_ROWS:
+        v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
+        layout = TensorLayout(spec.layouts[0].dtype, True, False)
+        arguments.tensor("OUT", layout, "out_strides", (WARPGROUP_ROWS, min(v_pad, 128)))
+    else:  # written from registers
+        arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.plain(LSE="*fp32", MAX="*fp32", ROWS="*i32", EXTRA="*i32", COUNTER="*i32", scale="fp32", **_GRID, **_WALK)
     arguments.captures()
     return arguments.types, arguments.aligned
@@ -258,7 +257,7 @@ def _dkdv_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | 
 def _inputs(arguments: _Arguments, names: tuple[str, ...] = ("Q", "K", "V")) -> None:
     spec = arguments.spec
     (qk_pad, v_pad), config = tile_dims(spec.qk_dim, spec.v_dim, spec.target), spec.config
-    q_rows = role_rows(spec) if spec.is_gluon else config.BLOCK_M
+    q_rows = role_rows(spec.config) if spec.is_gluon else config.BLOCK_M
     blocks = ((q_rows, qk_pad), (config.BLOCK_N, qk_pad), (config.BLOCK_N, v_pad), (config.BLOCK_M, v_pad))
     for name, layout, is_described, block in zip(names, spec.layouts, spec.described, blocks):
         arguments.tensor(name, layout, f"{name.lower()}_strides", block if is_described else None)
@@ -324,8 +323,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
         is_lazy = v_pad > 64 or spec.mask is not None  # measured: not where heads are narrow and every tile is full
         return {
-            "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "QK_PAD": qk_pad, "QK_USED": qk_used, "V_DIM": spec.v_dim,
-            "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
+            "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "QK_PAD": qk_pad, "QK_USED": qk_used,
+            "V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
             "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
             "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
         }  # fmt: skip

@@ -20,6 +20,7 @@ from flexattn.frontend.gradient import passes_gradient
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
 
+WARPGROUP_ROWS = 64  # of queries in skeletons/hopper_forward.py, of keys in hopper_backward.py
 LONG_KEYS = 8192  # from here on rows have many more full tiles than others
 _BARRIERS = 1024  # and the captured values of a role
 
@@ -104,10 +105,16 @@ def query_buffers(config: TileConfig, dims: tuple[int, int], target: Target) -> 
     return 2 if _shared(config, dims, 2) <= target.shared_bytes else 1
 
 
+def role_rows(config: TileConfig) -> int:
+    """Queries of a role of hopper_forward.py: two warpgroups are one, three are three."""
+    return 2 * WARPGROUP_ROWS if config.BLOCK_M == 2 * WARPGROUP_ROWS else WARPGROUP_ROWS
+
+
 def _shared(config: TileConfig, dims: tuple[int, int], q_buffers: int = 1) -> int:
-    """Bytes: tiles of queries, and two tiles each of keys and values."""
+    """Bytes: tiles of queries, two tiles each of keys and values, and at most 128 columns of the output where that goes this way."""
     qk_pad, v_pad = dims
-    return 2 * (config.BLOCK_M * q_buffers * qk_pad + 2 * config.BLOCK_N * (qk_pad + v_pad)) + _BARRIERS
+    own = config.BLOCK_M * (q_buffers * qk_pad + (min(v_pad, 128) if role_rows(config) == WARPGROUP_ROWS else 0))
+    return 2 * (own + 2 * config.BLOCK_N * (qk_pad + v_pad)) + _BARRIERS
 
 
 def why_not(spec: KernelSpec) -> str | None:

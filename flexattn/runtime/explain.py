@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from flexattn import codegen
-from flexattn.codegen.emit import WARPGROUP_ROWS, KernelSource, emit
+from flexattn.codegen.emit import KernelSource, emit
+from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, role_rows
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig, candidates
@@ -235,7 +236,8 @@ def _loads(spec: KernelSpec) -> Iterator[str]:
 
 def _tiles(config: TileConfig, kernel: str) -> str:
     if kernel == "hopper_forward":
-        work = f"{config.BLOCK_M // WARPGROUP_ROWS} warpgroups, a copying and a looking warp, 2 buffers"
+        looking = " and a looking" if role_rows(config) > WARPGROUP_ROWS else ""
+        work = f"{config.BLOCK_M // WARPGROUP_ROWS} warpgroups, a copying{looking} warp, 2 buffers"
     elif kernel == "hopper_backward":
         work = f"{config.BLOCK_N // WARPGROUP_ROWS} warpgroups, a copying and 2 adding warps, 2 buffers"
     else:

@@ -106,7 +106,7 @@ def _check(spec: KernelSpec) -> str:
     # setmaxnreg hands registers on: what the assembler was allowed is an equal share of all of them
     assert used.registers == {2: 168, 3: 128}[spec.config.BLOCK_M // 64]
     meetings = [t for body in loops for t in body if re.search(r"BAR\.SYNC\S* 0x[0-3]\b", t)]
-    assert not meetings, "warps of a role wait for all the others"
+    assert spec.config.BLOCK_M > 128 or not meetings, "warpgroups of one role wait for each other"
     own, theirs = _barriers(text)
     assert not own & theirs, "a named barrier of the skeleton is one of Triton's"
     return text

@@ -4,16 +4,16 @@ and go through tensor descriptors.
 The ideas, each for one reason:
   roles      one warp copies tiles of keys and values to shared memory, 2 or 3 warpgroups of 64 queries each work on them: copying
              then costs the warpgroups neither registers nor instructions. Two warpgroups are one role, as a role's code is compiled
-             apart; 12 warps cannot be one, so three are three.
-  looking    one more warp looks whether tiles have come and lets the warpgroups on at named barriers of their own: where warps look
-             twice in a row at one barrier in shared memory, the compiler lets all warps of their role meet in between.
+             for itself; 12 warps cannot be one, so three are three.
+  apart      warps of a role never meet in a loop, so that its warpgroups can take turns. One more warp looks whether tiles have come
+             and lets each warpgroup on at a named barrier of its own: where warps look at barriers in shared memory twice in a row,
+             the compiler lets all of their role meet in between. For the same reason they write from registers to global memory.
   overlap    a step issues the scores of its tile and the values of the tile before, and takes the softmax of the former while the
              latter are still being multiplied: the tensor cores do not wait for exponentials.
   turns      warpgroups issue their products one after the other, so that one's softmax falls into another's products.
   releases   "this buffer is free" is an arrival at a named barrier, which blocks nobody; an mbarrier's is a barrier of the warpgroup.
   lazy peak  the reference maximum of a row stays until it has grown by 2**8, and a warp none of whose rows moved does not rescale
              its output (IS_LAZY); probabilities of up to 2**8 cost float32 sums and half types no digit.
-  apart      warps of a role never meet: what they write goes from registers to global memory.
   queue      a program takes tiles of queries until there are none, by a counter in global memory: long rows first. The step of a tile's
              first keys is also that of the last values of the queries before, which are written behind it: the tensor cores do not
              wait for the end of one tile and the begin of the next.
@@ -39,7 +39,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flexattn.codegen.skeletons import softmax, tiles
 
-copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # since Triton 3.7
+_renamed = hasattr(tma, "async_store")  # since Triton 3.7
+copy_in = tma.async_load if _renamed else tma.async_copy_global_to_shared
+copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
+together = gl.barrier if _renamed else gl.thread_barrier
 
 QUERIES = gl.constexpr(64)  # of one warpgroup
 WARP = gl.constexpr(32)  # threads
@@ -552,23 +555,38 @@ def write_rows(peak, total, top, where, LSE, MAX, q_heads, q_len, O: gl.constexp
 
 
 @gluon.jit
-def write(acc, inverse, where, OUT, strides, q_len, V_DIM: gl.constexpr, V_PAD: gl.constexpr):
+def write(acc, inverse, where, target, V_DIM: gl.constexpr, V_PAD: gl.constexpr):
     """The output of a role's queries, no more than 128 columns at a time."""
     inverse = gl.expand_dims(inverse, 1)
-    out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(OUT.dtype.element_ty)
+    out = gl.where(inverse == 0.0, 0.0, acc * inverse).to(target[1].dtype)
     if V_PAD <= 128:
-        write_part(out, where, 0, OUT, strides, q_len, V_DIM, V_PAD)
+        write_part(out, where, 0, target, V_DIM, V_PAD)
     else:
         left, right = gl.split(gl.permute(gl.reshape(out, [out.shape[0], 2, 128]), (0, 2, 1)))
-        write_part(left, where, 0, OUT, strides, q_len, V_DIM, 128)
-        write_part(right, where, 128, OUT, strides, q_len, V_DIM, 128)
+        write_part(left, where, 0, target, V_DIM, 128)
+        write_part(right, where, 128, target, V_DIM, 128)
 
 
 @gluon.jit
-def write_part(out, where, column, OUT, strides, q_len, V_DIM: gl.constexpr, COLUMNS: gl.constexpr):
-    """Straight from registers, for which no warp waits for another."""
+def write_part(out, where, column, target, V_DIM: gl.constexpr, COLUMNS: gl.constexpr):
+    """By way of shared memory, for which the warps of a role meet; from registers where those are two warpgroups."""
+    if out.shape[0] == QUERIES:
+        batch, head, first = where
+        OUT, o_tile, _, _ = target
+        tma.store_wait(0)  # of what was written before
+        together()
+        o_tile.reshape([QUERIES, COLUMNS]).store(out)
+        fence_async_shared()
+        copy_out(OUT, [batch, head, first, column], o_tile)
+    else:
+        write_apart(out, where, column, target, V_DIM, COLUMNS)
+
+
+@gluon.jit
+def write_apart(out, where, column, target, V_DIM: gl.constexpr, COLUMNS: gl.constexpr):
     ROWS: gl.constexpr = out.shape[0]
     L: gl.constexpr = stored_layout(ROWS, COLUMNS)
+    OUT, _, strides, q_len = target
     batch, head, first = where
     out = gl.convert_layout(gl.convert_layout(out, stored_layout(ROWS, COLUMNS, 1)), L)
     rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
@@ -582,21 +600,22 @@ def write_part(out, where, column, OUT, strides, q_len, V_DIM: gl.constexpr, COL
 
 
 @gluon.jit
-def consume(group, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes,
+def consume(group, results, memory, table, steps, caps, sizes,
             SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr,
             QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr, BLOCK_N: gl.constexpr,
             WARPGROUPS: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr, IS_LAZY: gl.constexpr,
             WANT_MAX: gl.constexpr):
     """One role: its queries of each tile, from their first keys to their output; `group` is None where it is two warpgroups, each with
-    its own turns. The step of a tile's first keys is also that of
-    the last values of the tile of queries before, which is written behind it; the first one's has nothing before it, the last one's
-    values a step of their own."""
+    turns of its own. The step of a tile's first keys is also that of the last values of the tile of queries before, which is written
+    behind it; the first one's has nothing before it, the last one's values a step of their own."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
-    ROLES: gl.constexpr = q_tiles.shape[0] // Q_BUFFERS
+    ROLES: gl.constexpr = 1 if is_told(WARPGROUPS) else WARPGROUPS
     ROWS: gl.constexpr = WARPGROUPS * QUERIES // ROLES
     S: gl.constexpr = sums_of(BLOCK_N, ROWS)
     O: gl.constexpr = sums_of(V_PAD, ROWS)
     R: gl.constexpr = gl.SliceLayout(1, S)
+    OUT, out_strides, LSE, MAX = results
+    q_tiles, o_tiles, buffers, next_tile, ready = memory
     q_ready, k_ready, v_ready, next_ready = ready
     v_buffers = buffers[1]
     ring = (buffers[0], v_buffers, k_ready, v_ready)
@@ -604,6 +623,7 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, read
     q_len, kv_len, scale = sizes
     factor = 1.0 if SCORE_MOD is not None else softmax.factor_of(scale, FOLD_SCALE)
     role = 0 if ROLES == 1 else group
+    target = (OUT, o_tiles.index(role), out_strides, q_len)
     if ROLES == 1:
         group = warpgroup()
     if group == WARPGROUPS - 1:  # the first turn is the first group's
@@ -651,7 +671,7 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, read
             WARPGROUPS, FOLD_SCALE, IS_LAZY, WANT_MAX,
         )  # fmt: skip
         if turn > 0:
-            write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
+            write(acc, inverse, where, target, V_DIM, V_PAD)
 
         # all others
         state = (acc, probs, correction, peak, total, top, at)
@@ -683,7 +703,9 @@ def consume(group, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, read
     await_values(group, v_ready, buffer, phase, WARPGROUPS)
     acc = issue_values(probs, acc, at - 1 != began, v_buffers, buffer, BLOCK_N, V_PAD)
     acc = finished(acc, 0)
-    write(acc, inverse, where, OUT, out_strides, q_len, V_DIM, V_PAD)
+    write(acc, inverse, where, target, V_DIM, V_PAD)
+    if ROLES > 1:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -696,11 +718,13 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
     before, and 0 after."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
-    ROLES: gl.constexpr = 1 if WARPGROUPS == 2 else WARPGROUPS
+    ROLES: gl.constexpr = 1 if is_told(WARPGROUPS) else WARPGROUPS
     ROLE_ROWS: gl.constexpr = BLOCK_M // ROLES
     q_tiles = gl.allocate_shared_memory(Q.dtype, [Q_BUFFERS * ROLES, 1, 1, ROLE_ROWS, QK_PAD], Q.layout)
     k_buffers = gl.allocate_shared_memory(K.dtype, [2, 1, 1, BLOCK_N, QK_PAD], K.layout)
     v_buffers = gl.allocate_shared_memory(V.dtype, [2, 1, 1, BLOCK_N, V_PAD], V.layout)
+    o_rows: gl.constexpr = QUERIES if ROLES > 1 else 1  # unless it is written from registers
+    o_tiles = gl.allocate_shared_memory(V.dtype, [ROLES, 1, 1, o_rows, min(V_PAD, 128)], OUT.layout if ROLES > 1 else V.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -717,6 +741,8 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
         declare_vote()
     buffers = (k_buffers, v_buffers)
     ready = (q_ready, k_ready, v_ready, next_ready)
+    memory = (q_tiles, o_tiles, buffers, next_tile, ready)
+    results = (OUT, out_strides, LSE, MAX)
     table = (ROWS, EXTRA, pairs, lines, swizzle, batch_step, head_step)
     steps = (q_heads, group)
     sizes = (q_len, kv_len, scale)
@@ -724,23 +750,19 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     # registers of a thread: the copying and the looking warp 24, the others what is left
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (consume, (None, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
-                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
-                       WANT_MAX)),
+            (consume, (None, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
+                       QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
             (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.static_assert(WARPGROUPS == 3)
         gl.warp_specialize([
-            (consume, (0, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
-                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
-                       WANT_MAX)),
-            (consume, (1, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
-                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
-                       WANT_MAX)),
-            (consume, (2, OUT, out_strides, LSE, MAX, q_tiles, buffers, next_tile, ready, table, steps, caps, sizes, SCORE_MOD,
-                       ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD, QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY,
-                       WANT_MAX)),
+            (consume, (0, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
+                       QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (1, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
+                       QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
+            (consume, (2, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
+                       QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
