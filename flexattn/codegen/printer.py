@@ -171,6 +171,8 @@ class Printer:
 
     def _load(self, node: Expr) -> Value:
         slots, index = self._slots(node), self.index(node)
+        if self.spec.dialect != "gluon" and node.deps & DEP_Q and node.deps & DEP_KV:
+            slots = slots._replace(is_unit=False)  # or Triton lays the tile out anew and moves it through shared memory
         pointer = f"caps[{slots.pointer}]"
         other = "0" if slots.storage[0] in "iu" else 'float("nan")'
         if self.is_run(node):
