@@ -98,9 +98,8 @@ def _function(name: str, parameters: str, lines: Sequence[str]) -> str:
     return f"@triton.jit\ndef {name}({parameters}):\n{body}\n"
 
 
-_Known = tuple[
-    dict[Expr, Value], dict[Expr, Value]
-]  # how the score's and the mask's function name what was read before
+# How the score's and the mask's function name what was read before.
+_Known = tuple[dict[Expr, Value], dict[Expr, Value]]
 
 
 def _read_before(spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts: dict[str, str]) -> _Known:

@@ -132,9 +132,10 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
         return
     forward_one, _ = forward_kernel(problem, plan)
     likely, _ = likely_backward_kernels(problem, plan)
-    _build_ahead(problem, plan, (forward_one, *likely))
-    if mask is None:
+    if begun not in plan.memo:
         plan.memo[begun] = True
+        _build_ahead(problem, plan, (forward_one, *likely))
+    if mask is None:
         return
     _make_tables(problem, plan, mask, (forward_one, "dq", "dkdv", *likely))  # not all gradients may be asked for
     if predicate is not None and predicate.reusable and not devices.is_capturing(problem.q.device):

@@ -131,13 +131,6 @@ def _resources(compiled: Any, log: str) -> Resources:
     return Resources(compiled.metadata.shared, registers, spills, notes, stack, compiled.asm["cubin"])
 
 
-def allowed_in_loops() -> int:
-    """Accesses to spilled registers that a loop of a kernel for Hopper may have: later versions of Triton than 3.6 have a few."""
-    import triton
-
-    return 0 if triton.__version__.startswith("3.6.") else 6
-
-
 def spilled_in(loop: list[str]) -> int:
     """How often a loop reads or writes registers that did not fit."""
     return sum("LDL" in t or "STL" in t for t in loop)

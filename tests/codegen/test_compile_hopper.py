@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -19,7 +20,7 @@ from flexattn.codegen.target import target_of
 from flexattn.frontend.trace import trace
 from flexattn.runtime.compile import SPILLED_REGISTERS, leaf_module
 from tests.codegen.compiled import LEAVES as PORTABLE_LEAVES
-from tests.codegen.compiled import allowed_in_loops, compile_and_measure, loops_of, spec_of, spilled_in
+from tests.codegen.compiled import compile_and_measure, loops_of, spec_of, spilled_in
 from tests.goldens_of import GOLDENS
 from tests.leaf_kernel import spec_of as leaf_spec
 from tests.leaf_kernel import text_of
@@ -93,14 +94,23 @@ def _spec(dims: tuple[int, int], leaf: str, **fields: object) -> KernelSpec:
     return replace(spec, **fields)  # type: ignore[arg-type]
 
 
-def _check(spec: KernelSpec) -> str:
+# Accesses to spilled registers in a masked loop that later versions of Triton than 3.6 have; no other loop has any.
+LATER = {((64, 64), "causal"): 2, ((96, 96), "document"): 2, ((128, 128), "document"): 2, ((256, 256), "document"): 6}
+
+
+def _in_loops(dims: tuple[int, int], leaf: str) -> int:
+    return 0 if triton.__version__.startswith("3.6.") else LATER.get((dims, leaf), 0)
+
+
+def _check(spec: KernelSpec, in_loops: int = 0) -> str:
+    """`in_loops`: accesses to spilled registers that a loop may have."""
     text, used = compile_and_measure(spec)
     assert why_not(spec) is None
     assert used.shared <= spec.target.shared_bytes
     assert used.stack <= 4 * SPILLED_REGISTERS, (spec.config, used)  # once a tile of queries
     loops = loops_of(used.binary)
     assert len(loops) == {2: 2, 3: 6}[spec.config.BLOCK_M // 64], "of each role, partial and full tiles"
-    assert max(map(spilled_in, loops)) <= allowed_in_loops(), (spec.config, used)
+    assert max(map(spilled_in, loops)) <= in_loops, (spec.config, used)
     assert used.notes == (), "the assembler serialises wgmma"
     # setmaxnreg hands registers on: what the assembler was allowed is an equal share of all of them
     assert used.registers == {2: 168, 3: 128}[spec.config.BLOCK_M // 64]
@@ -125,7 +135,7 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dims", DIMS)
 def test_every_head_dim(dims: tuple[int, int]) -> None:
-    assert "wgmma" in _check(_spec(dims, "causal"))
+    assert "wgmma" in _check(_spec(dims, "causal"), _in_loops(dims, "causal"))
 
 
 @pytest.mark.parametrize("leaf", ["softcap", "alibi", "bias", "bias of keys"])
@@ -142,4 +152,4 @@ def test_maxima_and_the_other_half_type() -> None:
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("dims", DIMS)
 def test_every_leaf(dims: tuple[int, int], leaf: str) -> None:
-    _check(_spec(dims, leaf))
+    _check(_spec(dims, leaf), _in_loops(dims, leaf))
