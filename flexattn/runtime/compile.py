@@ -255,8 +255,8 @@ def _write_leaf(text: str, filename: str) -> Path:
 
 
 # ---------------------------------------------------------------- compiling
-def build(source: KernelSource) -> Any:
-    """Compiles for the spec's target with Triton; needs no GPU.
+def build(source: KernelSource, translated: Callable[[], None] | None = None) -> Any:
+    """Compiles for the spec's target with Triton; needs no GPU. Calls `translated` once the source is the compiler's own.
 
     Returns: triton's CompiledKernel.
     """
@@ -264,7 +264,19 @@ def build(source: KernelSource) -> Any:
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget(*source.spec.target.triton_target)
-    return triton.compile(ast_source(source), target=target, options=dict(source.options))
+    start = ast_source(source)
+    if translated is not None:
+        start.make_ir = _and_then(start.make_ir, translated)
+    return triton.compile(start, target=target, options=dict(source.options))
+
+
+def _and_then(function: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        call()
+        return result
+
+    return both
 
 
 def ast_source(source: KernelSource) -> Any:
@@ -288,13 +300,27 @@ def _path(argument: int, position: int | None) -> tuple[int, ...]:
 _AHEAD_AT_ONCE = 4
 
 
-def build_ahead(spec: KernelSpec, device: torch.device) -> None:
+def build_ahead(spec: KernelSpec, device: torch.device) -> threading.Event:
     """Starts compiling a kernel in a thread, unless it is there, for `kernel_for` to wait for: the compiler's passes and the
-    assembler leave Python to others. What fails there fails when the kernel is asked for."""
+    assembler leave Python to others. What fails there fails when the kernel is asked for.
+
+    Returns: what is set once the source is translated, which does need Python: whoever waits for it does not slow it down.
+    """
+    translated = threading.Event()
     with _LOCK:
         is_known = (spec, device.index or 0) in _KERNELS or spec in _FAILED or spec in _AHEAD
-        if not is_known and not spec.target.is_interpreter:
-            _AHEAD[spec] = _threads().submit(lambda: build(emit(spec)))
+        if is_known or spec.target.is_interpreter:
+            translated.set()
+        else:
+            _AHEAD[spec] = _threads().submit(_build_ahead, spec, translated)
+    return translated
+
+
+def _build_ahead(spec: KernelSpec, translated: threading.Event) -> Any:
+    try:
+        return build(emit(spec), translated.set)
+    finally:
+        translated.set()
 
 
 @functools.lru_cache(maxsize=1)

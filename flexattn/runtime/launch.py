@@ -143,13 +143,16 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
 
 
 def _build_ahead(problem: Problem, plan: Plan, kernels: Sequence[str]) -> None:
-    """Starts compiling those kernels that a plan's first call will wait for, while its tables, with kernels of their own, are made."""
+    """Starts compiling those kernels that a plan's first call will wait for, while its tables, with kernels of their own, are made;
+    the first kernel, which is waited for most, has Python to itself until it is translated."""
     device = problem.q.device
     for kernel in kernels:
         spec = unbuilt(problem, plan, kernel)
         if spec is None:
             continue
-        build_ahead(spec, device)
+        translated = build_ahead(spec, device)
+        if kernel == kernels[0]:
+            translated.wait()
         if kernel in _BACKWARD:
             build_ahead(_delta_spec(spec.v_dim, problem.q.dtype, spec.layouts[3], False, device), device)
         if kernel == "hopper_backward":

@@ -4,6 +4,8 @@ call has compiled while its tables are made."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from flexattn import flex_attention, mods, stats
+from flexattn.codegen.emit import emit
 from flexattn.codegen.spec import KernelSpec
 from flexattn.runtime import compile as compiling
 from tests.codegen.compiled import spec_of
@@ -27,8 +30,10 @@ class Compiler:
         self.may_end = threading.Event()
         self.error: Exception | None = None
 
-    def build(self, source: Any) -> Any:
+    def build(self, source: Any, translated: Callable[[], None] | None = None) -> Any:
         self.threads.append(threading.current_thread())
+        if translated is not None and self.error is None:
+            translated()
         assert self.may_end.wait(20)
         if self.error is not None:
             raise self.error
@@ -47,8 +52,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 def test_a_kernel_is_compiled_once_and_waited_for(compiler: Compiler) -> None:
     before = stats().builds
-    compiling.build_ahead(SPEC, CPU)
-    compiling.build_ahead(SPEC, CPU)  # it is under way
+    assert compiling.build_ahead(SPEC, CPU).wait(20)  # translated, not compiled
+    assert compiling.build_ahead(SPEC, CPU).is_set()  # it is under way
     assert not compiling._KERNELS and stats().builds == before
     compiler.may_end.set()
     kernel = compiling.kernel_for(SPEC, CPU)
@@ -57,6 +62,16 @@ def test_a_kernel_is_compiled_once_and_waited_for(compiler: Compiler) -> None:
     assert compiling.kernel_for(SPEC, CPU) is kernel and len(compiler.threads) == 1
     compiling.build_ahead(SPEC, CPU)  # it is there
     assert not compiling._AHEAD and len(compiler.threads) == 1
+
+
+def test_a_translation_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the compiler itself, before its passes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    told: list[int] = []
+    compiled = compiling.build(
+        emit(spec_of("forward", arch=90, dim=16)), lambda: told.append(len(list(tmp_path.rglob("*.cubin"))))
+    )
+    assert told == [0] and compiled.asm["cubin"]
 
 
 def test_another_kernel_is_compiled_meanwhile(compiler: Compiler) -> None:
@@ -72,7 +87,7 @@ def test_another_kernel_is_compiled_meanwhile(compiler: Compiler) -> None:
 def test_an_error_is_raised_where_the_kernel_is_asked_for(compiler: Compiler) -> None:
     compiler.error = ValueError("it does not fit")
     compiler.may_end.set()
-    compiling.build_ahead(SPEC, CPU)
+    assert compiling.build_ahead(SPEC, CPU).wait(20)  # nobody waits for a translation that failed
     for _ in range(2):
         with pytest.raises(ValueError, match="it does not fit"):
             compiling.kernel_for(SPEC, CPU)
@@ -87,9 +102,9 @@ def test_a_call_asks_for_what_it_had_compiled_ahead(monkeypatch: pytest.MonkeyPa
     asked: list[KernelSpec] = []
     ahead = compiling.build_ahead
 
-    def build_ahead(spec: KernelSpec, device: torch.device) -> None:
+    def build_ahead(spec: KernelSpec, device: torch.device) -> threading.Event:
         asked.append(spec)
-        ahead(spec, device)
+        return ahead(spec, device)
 
     monkeypatch.setattr("flexattn.runtime.launch.build_ahead", build_ahead)
     gain = 2.0 if masked else 3.0
