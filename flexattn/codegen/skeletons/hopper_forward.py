@@ -115,6 +115,14 @@ def barrier_arrive(number, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def known_first(correction):
+    """A correction that is known before anything written behind this waits for a product: among captured values the assembler would
+    wait long before. It keeps waits behind barriers, and a negative correction, which there is none of, would come to one."""
+    text: gl.constexpr = "{ .reg .pred p; setp.lt.s32 p, $2, 0; @p bar.arrive 15, 64; mov.b32 $0, $2; mov.b32 $1, $3; }"
+    return gl.inline_asm_elementwise(text, "=f,=f,r,r", [correction], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
 def opaque(index):
     """The same index, of which the compiler knows nothing: otherwise it packs the comparisons of a thread into bits and takes them
     out again, a third of a masked tile's instructions."""
@@ -456,11 +464,26 @@ def issue_scores(q, buffers, buffer, BLOCK_N: gl.constexpr, QK_PAD: gl.constexpr
 
 
 @gluon.jit
-def issue_values(probs, acc, is_more, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.constexpr):
+def issue_values(pairs, acc, is_more, buffers, buffer, BLOCK_N: gl.constexpr, V_PAD: gl.constexpr):
     """Starts probabilities times values, the first ones of a tile of queries in place of what `acc` held, all others on top of it.
     Probabilities become an operand only here, as one that is carried around a loop is taken apart and put together again."""
-    operand = gl.convert_layout(probs, gl.DotOperandLayout(0, sums_of(V_PAD, probs.shape[0]), k_width=2))
+    operand = gl.convert_layout(from_pairs(pairs, buffers.dtype), gl.DotOperandLayout(0, sums_of(V_PAD, pairs.shape[0]), k_width=2))
     return warpgroup_mma(operand, buffers.index(buffer).reshape([BLOCK_N, V_PAD]), acc, use_acc=is_more, is_async=True)
+
+
+@gluon.jit
+def in_pairs(probs, DTYPE: gl.constexpr):
+    """[ROWS, BLOCK_N] float32 -> [ROWS, BLOCK_N / 2] int32 of two half numbers each: the assembler moves single halves about."""
+    even, odd = gl.split(gl.reshape(probs, [probs.shape[0], probs.shape[1] // 2, 2]))
+    text: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(text, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def from_pairs(pairs, DTYPE: gl.constexpr):
+    even = pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.reshape(gl.join(even, odd), [pairs.shape[0], 2 * pairs.shape[1]])
 
 
 @gluon.jit
@@ -508,13 +531,15 @@ def take(scores, acc, peak, total, top, at, block, ring, place, caps, KIND: gl.c
     scores = modified(scores, block, place, caps, seen, KIND, SCORE_MOD, MASK_MOD, BLOCK_N, FOLD_SCALE)
     LAZY: gl.constexpr = IS_LAZY and KIND != FIRST
     probs, correction, peak, total, top = update(scores, place[4], peak, total, top, BLOCK_N, LAZY, WANT_MAX)
+    if SEEN is not None and V_PAD > 64:  # elsewhere holding the wait costs what it gives, or more
+        correction = known_first(correction)
     acc = finished(acc, 0)
     barrier_arrive(V_FREE + (buffer ^ 1), THREADS)
     if KIND == FIRST:
         correction = gl.full([acc.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, sums_of(BLOCK_N, acc.shape[0])))
     elif not IS_LAZY:
         acc = corrected(acc, correction, sums_of(V_PAD, acc.shape[0]), False)
-    return acc, probs.to(ring[1].dtype), correction, peak, total, top, at + 1
+    return acc, in_pairs(probs, ring[1].dtype), correction, peak, total, top, at + 1
 
 
 @gluon.jit
@@ -634,7 +659,7 @@ def consume(group, results, memory, table, steps, caps, sizes,
     none = gl.full([ROWS], float("-inf"), gl.float32, R)
     nothing = gl.full([ROWS, 4], 0.0, gl.float32, lane_sums_layout(ROWS))
     acc = gl.zeros([ROWS, V_PAD], gl.float32, O)
-    probs = gl.zeros([ROWS, BLOCK_N], v_buffers.dtype, S)
+    probs = in_pairs(gl.zeros([ROWS, BLOCK_N], gl.float32, S), v_buffers.dtype)
     correction = gl.full([ROWS], 1.0, gl.float32, R)
     inverse = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, O))
     at = 0
