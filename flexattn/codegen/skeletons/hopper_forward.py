@@ -19,6 +19,7 @@ The ideas, each for one reason:
              wait for the end of one tile and the begin of the next.
   bits       which keys of a tile lie within their row's ends is a bit an element, made for all elements of a thread at once.
   foresight  captured values that are the same for every query are read while the scores they go with are being multiplied.
+  pairs      probabilities are carried from a step to the next as pairs in a register: halves would be moved about within a turn.
   lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
 
 A row's first tile of keys is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that
@@ -481,6 +482,7 @@ def in_pairs(probs, DTYPE: gl.constexpr):
 
 @gluon.jit
 def from_pairs(pairs, DTYPE: gl.constexpr):
+    """[ROWS, BLOCK_N / 2] int32 -> [ROWS, BLOCK_N] of a half type, in the same registers."""
     even = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     odd = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     return gl.reshape(gl.join(even, odd), [pairs.shape[0], 2 * pairs.shape[1]])
