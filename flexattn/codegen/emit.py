@@ -335,7 +335,7 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         "IS_V_DESCRIBED": v, "PRECISION": spec.precision, "UPCAST": spec.target.is_interpreter,
     }  # fmt: skip
     if spec.kernel == "forward":
-        return {**values, "WANT_MAX": spec.want_max}
+        return {**values, "READS": None, "WANT_MAX": spec.want_max}
     values |= {"SCORE_GRAD": None, "IS_D_OUT_DESCRIBED": d_out}
     if spec.kernel == "dq":
         return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq}

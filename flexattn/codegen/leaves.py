@@ -65,6 +65,8 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
     of_score, of_mask = dict[Expr, Value](), dict[Expr, Value]()  # what is read beforehand
     if spec.is_gluon:
         of_score, of_mask = _read_before(spec, (score_arguments, mask_arguments), texts)
+    elif spec.kernel == "forward":
+        of_score, of_mask = _read_tiles(spec, (score_arguments, mask_arguments), texts)
     if spec.score is not None:
         texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, of_score)
     if spec.mask is not None and spec.kernel == "hopper_forward":
@@ -115,12 +117,22 @@ def _read_before(spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts
     return known[0] | seen[0], known[1] | seen[1]
 
 
+def _read_tiles(spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts: dict[str, str]) -> _Known:
+    """Adds a function that reads what each pair has its own of, for a kernel to call before it multiplies; the tiles follow `caps`."""
+    is_wanted = lambda deps: deps & _TILE == DEP_Q | DEP_KV
+    captured = sum(1 + 2 * layout.rank for layout in spec.captures) + len(spec.number_kinds)
+    lines, known = _reads(spec, arguments, "caps", is_wanted, first=captured)
+    if any(known):
+        texts["READS"] = _function("reads", f"{_INDICES}, caps", lines)
+    return known
+
+
 def _reads(
     spec: KernelSpec, arguments: tuple[Arguments, Arguments], name: str, is_wanted: Callable[[int], bool],
-    known: _Known = ({}, {}), *, run: str | None = None,
+    known: _Known = ({}, {}), *, run: str | None = None, first: int = 0,
 ) -> tuple[list[str], _Known]:  # fmt: skip
-    """Lines of a function `name` that does the loads with some dependencies, and how others name what it found: by program, as one
-    expression reads another tensor in each."""
+    """Lines of a function that does the loads with some dependencies, and how others name what it found, in the tuple `name` from
+    place `first` on: by program, as one expression reads another tensor in each."""
     lines: list[str] = []
     results: list[str] = []
     found: list[dict[Expr, Value]] = []
@@ -135,7 +147,7 @@ def _reads(
         at = len(results)
         results += [f"k{at + n}" for n in range(len(reads))]
         lines += printer.lines + [f"{result} = {value.text}" for result, value in zip(results[at:], values)]
-        found.append({r: v._replace(text=f"{name}[{at + n}]", depth=0) for n, (r, v) in enumerate(zip(reads, values))})
+        found.append({r: v._replace(text=f"{name}[{first + at + n}]", depth=0) for n, (r, v) in enumerate(zip(reads, values))})
     return [*lines, f"return ({', '.join(results)},)"], (found[0], found[1])
 
 

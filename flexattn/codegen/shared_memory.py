@@ -48,6 +48,7 @@ class TileProblem:
     gathers: int  # captured reads in the loop whose index moves along both tile axes
     has_score: bool = False  # there is a score_mod, and its derivative must be computed
     mask: str = "plain"  # 'plain' (no or one comparison), 'banded' (several) or 'reading' (captured tensors)
+    is_kept: bool = False  # some of `gathers` are the mask's
     reads: CapturedReads = CapturedReads()
     precision: str = "ieee"  # of float32 products
 

@@ -21,7 +21,7 @@ from flexattn.codegen.shared_memory import (
     tile_dims,
 )
 from flexattn.codegen.target import Target
-from flexattn.codegen.tile_preferences import AMD, DEFAULT, GATHERING, MASKED, SCORED, SHORT, SINGLE, SMALLEST, Rows
+from flexattn.codegen.tile_preferences import AMD, DEFAULT, GATHERING, KEPT, MASKED, SCORED, SHORT, SINGLE, SMALLEST, Rows
 from flexattn.errors import OptionError, UnsupportedError
 from flexattn.frontend.gradient import passes_gradient
 
@@ -90,6 +90,7 @@ def tile_problem(
             is_narrow=any(r.is_narrow for r in reads), may_have_gradient=any(r.may_have_gradient for r in reads),
         ),
         precision=precision, mask=max((mask_kind(p) for p in given if p.kind == "mask"), default="plain"),
+        is_kept=any(p.kind == "mask" and gathers_of(p) > 0 for p in given),
     )  # fmt: skip
 
 
@@ -172,6 +173,8 @@ def _listed(problem: TileProblem) -> list[TileConfig]:
         preferences.insert(0, SCORED[kernel])
     if problem.gathers:
         preferences.insert(0, GATHERING[family][kernel])
+    if problem.is_kept:
+        preferences.insert(0, KEPT.get(family, {}).get(kernel, ()))
     listed = [TileConfig(*c) for rows in preferences for pad, configs in rows if pad >= problem.pad for c in configs]
     return [*(SHORT if problem.is_short and kernel == "forward" else ()), *listed]
 

@@ -110,18 +110,21 @@ GATHERING: dict[str, dict[str, Rows]] = {
     "wgmma": {
         "forward": ((128, ((128, 64, 8, 2), (64, 64, 4, 2))), (256, ((128, 32, 8, 2),))),
         "dq": ((128, ((64, 64, 8, 2), (64, 32, 4, 2))), (256, ((64, 32, 8, 2),))),
-        "dkdv": ((128, ((64, 64, 8, 2), (32, 64, 4, 2))),),
+        "dkdv": ((128, ((64, 64, 8, 2), (32, 64, 4, 2))), (256, ((16, 64, 8, 2), (32, 64, 8, 2)))),
     },
     "mma": {
-        "forward": ((128, ((128, 64, 8, 2), (64, 64, 4, 2))), (256, ((64, 32, 8, 2),))),
+        "forward": ((64, ((128, 64, 8, 2), (64, 64, 4, 2))), (128, ((128, 32, 8, 2), (64, 64, 8, 2))), (256, ((64, 32, 8, 2),))),
         "dq": ((64, ((64, 32, 8, 2),)), (128, ((64, 64, 8, 2), (64, 32, 4, 2)))),
         "dkdv": ((64, ((64, 32, 8, 2),)), (128, ((64, 64, 8, 2), (32, 64, 4, 2))), (256, ((32, 32, 8, 2),))),
     },
     "tcgen05": {
         "forward": ((128, ((128, 64, 8, 2), (64, 64, 4, 2))),),
-        "dq": ((128, ((64, 64, 8, 2), (64, 32, 4, 2))), (256, ((64, 32, 8, 1),))),
+        "dq": ((64, ((64, 64, 8, 2), (64, 32, 4, 2))), (128, ((64, 32, 8, 2), (64, 32, 4, 2))), (256, ((64, 32, 8, 1),))),
         "dkdv": ((64, ((64, 64, 8, 2),)), (128, ((32, 64, 8, 2), (32, 64, 4, 2)))),
     },
+}
+KEPT: dict[str, dict[str, Rows]] = {  # where one of them is the mask's: truth values an element, in two layouts
+    "tcgen05": {"forward": ((64, ((128, 64, 8, 2),)), (128, ((128, 32, 8, 2),)), (256, ((64, 64, 8, 2),)))},
 }
 # the kernel in Gluon, by what its leaves hold in registers: captured values of every key beside the scores or an
 # address an element; what a division of integers takes an element; and by how many full tiles rows have
@@ -141,4 +144,4 @@ HOPPER: dict[str, Rows] = {
 }
 DEFAULT = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}
 
-__all__ = ["AMD", "DEFAULT", "GATHERING", "HOPPER", "MASKED", "SCORED", "SHORT", "SINGLE", "SMALLEST", "Rows"]
+__all__ = ["AMD", "DEFAULT", "GATHERING", "HOPPER", "KEPT", "MASKED", "SCORED", "SHORT", "SINGLE", "SMALLEST", "Rows"]

@@ -13,8 +13,8 @@ from flexattn.codegen.skeletons import softmax, tiles
 @triton.jit
 def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale, factor, batch, head,
            group, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-           QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-           FOLD_SCALE: tl.constexpr, IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr,
+           READS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr,
+           BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr,
            PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds every tile of one kind (full or partial) to the running rows of this program."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
@@ -28,13 +28,14 @@ def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, s
             first = block * BLOCK_N
             k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_DESCRIBED,
                                 IS_PARTIAL)  # [N, QK]
+            kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+            known = tiles.with_reads(batch, head, q_idx, kv_idx, caps, READS)
             scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
             scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
-            kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             if SCORE_MOD is not None:
-                scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, caps)
+                scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, known)
             if IS_PARTIAL:
-                keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, caps, MASK_MOD)
+                keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, known, MASK_MOD)
                 scores = tl.where(keep, scores, float("-inf"))
             probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
             v = tiles.load_tile(V, v_strides, batch, kv_head, first, kv_len, BLOCK_N, V_DIM, V_PAD, IS_V_DESCRIBED,
@@ -46,11 +47,11 @@ def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, s
 @triton.jit
 def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides, v_strides, out_strides, caps, scale,
                       q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
-                      SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
-                      QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_Q_DESCRIBED: tl.constexpr,
-                      IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
-                      UPCAST: tl.constexpr):
+                      SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr, QK_DIM: tl.constexpr,
+                      V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr,
+                      IS_Q_DESCRIBED: tl.constexpr, IS_K_DESCRIBED: tl.constexpr, IS_V_DESCRIBED: tl.constexpr,
+                      PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One query tile of one (batch, head) pair; grid: pairs * lines programs."""
     pair, rank = tiles.locate(tl.program_id(0), pairs, lines, swizzle)
     batch = pair // q_heads
@@ -64,12 +65,12 @@ def attention_forward(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, q_strides, k_strides,
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
-                              factor, batch, head, group, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
+                              factor, batch, head, group, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD, MASK_MOD, READS,
+                              QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
                               PRECISION, UPCAST)
     acc, peak, total = _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, scale,
-                              factor, batch, head, group, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, QK_DIM,
-                              V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
+                              factor, batch, head, group, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD, MASK_MOD, READS,
+                              QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, IS_K_DESCRIBED, IS_V_DESCRIBED,
                               PRECISION, UPCAST)
     safe = tl.where(total == 0.0, 1.0, total)[:, None]  # an empty row is 0 / 1
     if q.dtype == tl.float32:

@@ -77,6 +77,18 @@ def store_tile(TENSOR, strides, batch, head, first, length, values, ROWS: tl.con
 
 
 @triton.jit
+def with_reads(batch, head, q_idx, kv_idx, caps, READS: tl.constexpr):
+    """`caps`, followed by a tile of every captured tensor that is read at query and key at once.
+
+    To be called before the product: Triton starts from the layout of such a tile as from that of a product, and the first of them
+    takes the row maxima. Where it is the tile, all scores move through shared memory to its layout and back in every step."""
+    if READS is None:
+        return caps
+    else:
+        return caps + READS(batch, head, q_idx, kv_idx, caps)
+
+
+@triton.jit
 def keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, caps, MASK_MOD: tl.constexpr):
     """Which scores of a partial tile count: inside both lengths and kept by the mask."""
     keep = (q_idx < q_len) & (kv_idx < kv_len)
