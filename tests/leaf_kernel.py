@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from flexattn.codegen.leaves import leaf_functions, leaf_text
+from flexattn.codegen.skeletons import tiles
 from flexattn.codegen.spec import KernelSpec, TensorLayout, capture_layout, wide_number
 from flexattn.codegen.target import INTERPRETER, target_of
 from flexattn.codegen.tile_config import TileConfig
@@ -19,17 +20,19 @@ ROWS, KEYS = 16, 32
 
 
 @triton.jit
-def apply_leaf(OUT, SCORE, caps, LEAF: tl.constexpr, IS_MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def apply_leaf(OUT, SCORE, caps, LEAF: tl.constexpr, READS: tl.constexpr, IS_MASK: tl.constexpr, ROWS: tl.constexpr,
+               KEYS: tl.constexpr):  # fmt: skip
     """OUT [ROWS, KEYS] = the leaf at every (q_idx, kv_idx) of one tile."""
     q_idx = tl.arange(0, ROWS)[:, None]
     kv_idx = tl.arange(0, KEYS)[None, :]
     at = q_idx * KEYS + kv_idx
     zero = tl.program_id(0)
+    known = tiles.with_reads(zero, zero, q_idx, kv_idx, caps, READS)
     if IS_MASK:
-        value = LEAF(zero, zero, q_idx, kv_idx, caps)
+        value = LEAF(zero, zero, q_idx, kv_idx, known)
         value = tl.where(value & (q_idx >= 0) & (kv_idx >= 0), 1.0, 0.0)
     else:
-        value = LEAF(tl.load(SCORE + at), zero, zero, q_idx, kv_idx, caps)
+        value = LEAF(tl.load(SCORE + at), zero, zero, q_idx, kv_idx, known)
     tl.store(OUT + at, value)
 
 
@@ -64,7 +67,8 @@ def run_leaf(leaf: Any, traced: Traced, score: torch.Tensor) -> torch.Tensor:
     for c in traced.binding.captures:
         caps += [c.view(torch.uint8) if c.dtype == torch.bool else c, *c.shape, *c.stride()]
     caps += traced.binding.numbers
-    apply_leaf[(1,)](out, score, tuple(caps) or (0,), leaf, traced.program.kind == "mask", ROWS, KEYS)
+    reads = leaf.fn.__globals__.get("reads")  # of the same module
+    apply_leaf[(1,)](out, score, tuple(caps) or (0,), leaf, reads, traced.program.kind == "mask", ROWS, KEYS)
     return out
 
 

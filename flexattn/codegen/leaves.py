@@ -147,7 +147,9 @@ def _reads(
         at = len(results)
         results += [f"k{at + n}" for n in range(len(reads))]
         lines += printer.lines + [f"{result} = {value.text}" for result, value in zip(results[at:], values)]
-        found.append({r: v._replace(text=f"{name}[{first + at + n}]", depth=0) for n, (r, v) in enumerate(zip(reads, values))})
+        found.append(
+            {r: v._replace(text=f"{name}[{first + at + n}]", depth=0) for n, (r, v) in enumerate(zip(reads, values))}
+        )
     return [*lines, f"return ({', '.join(results)},)"], (found[0], found[1])
 
 

@@ -21,7 +21,18 @@ from flexattn.codegen.shared_memory import (
     tile_dims,
 )
 from flexattn.codegen.target import Target
-from flexattn.codegen.tile_preferences import AMD, DEFAULT, GATHERING, KEPT, MASKED, SCORED, SHORT, SINGLE, SMALLEST, Rows
+from flexattn.codegen.tile_preferences import (
+    AMD,
+    DEFAULT,
+    GATHERING,
+    KEPT,
+    MASKED,
+    SCORED,
+    SHORT,
+    SINGLE,
+    SMALLEST,
+    Rows,
+)
 from flexattn.errors import OptionError, UnsupportedError
 from flexattn.frontend.gradient import passes_gradient
 

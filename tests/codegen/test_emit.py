@@ -92,12 +92,25 @@ def test_division_by_a_positive_constant_is_short_and_floors() -> None:
 
 def test_reads_are_guarded_and_negative_indices_wrap() -> None:
     table = torch.zeros(5, 7)
-    text = score_text(lambda s, b, h, i, j: s + table[h, i - j])
+    functions = leaf_functions(spec_with(score=lambda s, b, h, i, j: s + table[h, i - j]))
+    assert body(functions["SCORE_MOD"]) == "return score + caps[5]"  # behind the table's pointer, sizes and strides
+    text = functions["READS"]
     assert "leaf_ops.wrap(q_idx - kv_idx, caps[2])" in text
     assert 'mask=(h < caps[1]) & leaf_ops.inside(t0, caps[2]), other=float("nan")' in text
     flags = torch.zeros(5, dtype=torch.bool)
     text = mask_text(lambda b, h, i, j: flags[j])
     assert "mask=(kv_idx < caps[1]), other=0) != 0" in text
+
+
+def test_tiles_are_read_before_the_product_only_where_it_is_what_rows_are_reduced_in() -> None:
+    table, ids = torch.zeros(5, 7), torch.zeros(5)
+    both = lambda b, h, i, j: (table[i, j] > 0) & (ids[j] > 0)
+    text = leaf_functions(spec_with(mask=both))
+    assert "caps[3] + kv_idx * caps[4]" in text["READS"]
+    assert text["READS"].count("tl.load") == 1 and text["MASK_MOD"].count("tl.load") == 1
+    assert "READS" not in leaf_functions(spec_with(mask=both, kernel="dkdv"))
+    assert "READS" not in leaf_functions(spec_with(mask=lambda b, h, i, j: ids[j] > ids[i]))
+    assert "READS" not in leaf_functions(spec_with(score=lambda s, b, h, i, j: s + table[(s > 0).long(), j]))
 
 
 def test_a_last_stride_of_1_is_not_multiplied_with() -> None:
