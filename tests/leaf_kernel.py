@@ -27,7 +27,7 @@ def apply_leaf(OUT, SCORE, caps, LEAF: tl.constexpr, READS: tl.constexpr, IS_MAS
     kv_idx = tl.arange(0, KEYS)[None, :]
     at = q_idx * KEYS + kv_idx
     zero = tl.program_id(0)
-    known = tiles.with_reads(zero, zero, q_idx, kv_idx, caps, READS)
+    known = tiles.with_reads(zero, zero, q_idx, 0, caps, READS, KEYS)
     if IS_MASK:
         value = LEAF(zero, zero, q_idx, kv_idx, known)
         value = tl.where(value & (q_idx >= 0) & (kv_idx >= 0), 1.0, 0.0)

@@ -28,10 +28,10 @@ def _sweep(acc, peak, total, q, K, V, line, EXTRA, k_strides, v_strides, caps, s
             first = block * BLOCK_N
             k = tiles.load_tile(K, k_strides, batch, kv_head, first, kv_len, BLOCK_N, QK_DIM, QK_PAD, IS_K_DESCRIBED,
                                 IS_PARTIAL)  # [N, QK]
-            kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            known = tiles.with_reads(batch, head, q_idx, kv_idx, caps, READS)
+            known = tiles.with_reads(batch, head, q_idx, first, caps, READS, BLOCK_N)
             scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
             scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
+            kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             if SCORE_MOD is not None:
                 scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, known)
             if IS_PARTIAL:

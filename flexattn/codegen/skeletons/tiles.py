@@ -77,14 +77,15 @@ def store_tile(TENSOR, strides, batch, head, first, length, values, ROWS: tl.con
 
 
 @triton.jit
-def with_reads(batch, head, q_idx, kv_idx, caps, READS: tl.constexpr):
-    """`caps`, followed by a tile of every captured tensor that is read at query and key at once.
+def with_reads(batch, head, q_idx, first, caps, READS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`caps`, followed by a tile of every captured tensor that is read at query and key at once, for BLOCK_N keys.
 
     To be called before the product: Triton starts from the layout of such a tile as from that of a product, and the first of them
     takes the row maxima. Where it is the tile, all scores move through shared memory to its layout and back in every step."""
     if READS is None:
         return caps
     else:
+        kv_idx = (first + tl.arange(0, BLOCK_N))[None, :]
         return caps + READS(batch, head, q_idx, kv_idx, caps)
 
 
