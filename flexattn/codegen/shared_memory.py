@@ -258,11 +258,13 @@ def _correction_scratch(config: TileConfig, problem: TileProblem) -> int:
 
 
 def _relayout(sides: _Sides, problem: TileProblem, by_registers: bool) -> int:
-    """Bytes an element of the tile of scores that captured reads may add to a loop of one stage."""
+    """Bytes an element of the tile of scores that captured reads may add to a loop of one stage: in the forward those of 4 bytes,
+    read before the product, pass to its layout beside the streamed tile (Triton 3.9; 3.6 less)."""
+    kernel, reads = problem.kernel, problem.reads
     is_turned = by_registers and sides.own < problem.pad
-    is_copied = problem.target.family == "tcgen05" and (
-        problem.kernel == "dq" or (problem.kernel == "dkdv" and problem.reads.element > 0)
-    )
+    is_copied = problem.target.family == "tcgen05" and (kernel == "dq" or (kernel == "dkdv" and reads.element > 0))
+    if kernel == "forward" and not by_registers:
+        is_copied = reads.element > 0 and not reads.is_narrow
     return 4 if is_turned or is_copied else 1
 
 

@@ -203,6 +203,15 @@ def test_model_of_captured_reads(arch: int, leaf: str) -> None:
         check_model(spec, used=most_shared(spec))
 
 
+@pytest.mark.parametrize("leaf", ["bias", "half bias", "kept table"])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_model_of_tiles_that_are_read_in_one_stage(arch: int, leaf: str) -> None:
+    for tile in ((64, 64, 4, 1), (64, 32, 4, 1)):
+        spec = spec_of("forward", arch=arch, dim=128, leaf=leaf, config=TileConfig(*tile))
+        used, model = most_shared(spec), shared_bytes(spec.config, problem_of(spec))
+        assert used <= model <= used + 4 * KIB + 5 * tile[0] * tile[1], (spec.config, used, model)
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_model_in_single_precision(arch: int, precision: str) -> None:
