@@ -93,10 +93,10 @@ def use(folder: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
     compile_now = compiling.build
 
-    def found(source: KernelSource) -> Any:
+    def found(source: KernelSource, translated: Callable[[], None] | None = None) -> Any:
         kernel = load(folder, source)
         counts["compiled" if kernel is None else "loaded"] += 1
-        return compile_now(source) if kernel is None else kernel
+        return compile_now(source, translated) if kernel is None else kernel
 
     compiling.build = found
     return counts
@@ -175,7 +175,7 @@ def no_gpu(folder: Path) -> Iterator[Log]:
     """Inside, every device is a Hopper, kernels are built for one and kept in the folder, and a launch does nothing."""
     log, before = Log(), (compiling.build, devices.target_for, launch.table_of)
 
-    def build(source: KernelSource) -> Any:
+    def build(source: KernelSource, translated: Callable[[], None] | None = None) -> Any:
         try:
             spilled = _binary(source, folder, before[0], log.counts)
         except Exception as error:

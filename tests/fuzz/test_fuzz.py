@@ -7,6 +7,7 @@ import json
 import queue
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexattn.runtime import choose, launch
 from flexattn.runtime import compile as compiling
 from flexattn.runtime import device as devices
+from flexattn.runtime.attention import prepare
 from flexattn.runtime.reference import oracle
 from tests.fuzz import ahead, runner
 from tests.fuzz.judge import judge, right
@@ -294,6 +297,28 @@ def test_a_kernel_that_was_built_beforehand_is_found_again(tmp_path: Path, monke
     kernel = compiling.build(source)
     assert kernel.metadata.num_warps == 4 and kernel.kernel[:4] == b"\x7fELF"
     assert ahead.load(tmp_path, other) is None and used == {"loaded": 1}
+
+
+def test_what_a_call_takes_first_is_built_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles that a call would take, not the next ones in the list; and a kernel compiled ahead comes from the folder too."""
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(compiling, "build", compiling.build)
+    for memory in ("_KERNELS", "_FAILED", "_AHEAD"):
+        monkeypatch.setattr(compiling, memory, {})
+    folder, drawn = tmp_path / "kernels", make(0, CPU, is_small=True)
+    folder.mkdir()
+    problem, plan = prepare((drawn.q, drawn.k, drawn.v), None, (None, None), enable_gqa=True, options=ahead.ASKED)
+    with ahead.no_gpu(folder) as log, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch.forward(problem, plan)
+        (first, *_), (spec,) = choose.likely_tiles(problem, plan, "hopper_forward"), [s for s, _ in compiling._KERNELS]
+    assert (spec.kernel, spec.config) == ("hopper_forward", first)
+    assert [(kernel, tiles) for kernel, tiles, _ in log.spilled] == [(spec.kernel, f"{first.BLOCK_M}x{first.BLOCK_N}")]
+    compiling._KERNELS.clear()
+    used = ahead.use(folder)
+    assert compiling.build_ahead(spec, CPU).wait(60)
+    assert compiling._AHEAD.pop(spec).result().kernel[:4] == b"\x7fELF" and used == {"loaded": 1}
 
 
 @pytest.mark.gpu

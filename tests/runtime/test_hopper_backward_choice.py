@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.M
     pytest.importorskip("triton.experimental.gluon")
     started: dict[str, dict[str, Any]] = {}
 
-    def build(source: Any) -> Any:
+    def build(source: Any, translated: Callable[[], None] | None = None) -> Any:
         names = compiling.jit_function(source).arg_names
 
         def run(*given: Any) -> None:

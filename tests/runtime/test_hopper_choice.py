@@ -95,7 +95,7 @@ def test_a_launch_has_every_argument(want_max: bool, monkeypatch: pytest.MonkeyP
         _init_handles=lambda: None,
         launch_metadata=lambda *given: None,
     )
-    monkeypatch.setattr(compiling, "build", lambda source: fake)
+    monkeypatch.setattr(compiling, "build", lambda source, translated=None: fake)
     compiling.clear()
     q, k, v = torch.zeros(2, 6, 300, 96, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 500, 96, dtype=torch.bfloat16)
     slopes = torch.ones(6)

@@ -35,7 +35,7 @@ class Driver:
         self.asked: Counter[str] = Counter()
         self.stream, self.capturing = 0, False
 
-    def kernel_of(self, source: Any) -> Any:
+    def kernel_of(self, source: Any, translated: Any = None) -> Any:
         names = compiling.jit_function(source).arg_names
         told = names.index("TOLD") if "TOLD" in names else None
 
