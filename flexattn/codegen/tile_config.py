@@ -180,8 +180,8 @@ def _listed(problem: TileProblem) -> list[TileConfig]:
     if problem.target.is_amd:
         preferences.insert(0, AMD.get(kernel, ()))
     preferences.insert(0, MASKED[family].get(problem.mask, {}).get(kernel, ()))
-    if problem.has_score and family != "mma":
-        preferences.insert(0, SCORED[kernel])
+    if problem.has_score:
+        preferences.insert(0, SCORED[family].get(kernel, ()))
     if problem.gathers:
         preferences.insert(0, GATHERING[family][kernel])
     if problem.is_kept:

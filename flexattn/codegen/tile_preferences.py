@@ -41,15 +41,20 @@ MASKED: dict[str, dict[str, dict[str, Rows]]] = {
         },
     },
     # not timed: what spills in the default tiles does not in these
-    "mma": {"reading": {"forward": ((64, ((128, 64, 4, 3),)), (128, ((64, 64, 4, 2),)), (256, ((64, 32, 8, 2),)))}},
-    "tcgen05": {"reading": {"forward": ((64, ((64, 128, 8, 2),)),)}},
+    "mma": {"reading": {"forward": ((64, ((128, 64, 4, 3),)), (128, ((64, 64, 4, 2),)))}},
+    "tcgen05": {},
 }
-SCORED: dict[str, Rows] = {  # a score_mod's derivative takes registers that the larger tiles do not have
-    "forward": (),
+_SCORED: dict[str, Rows] = {
     "dq": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))),),
     "dkdv": ((64, ((64, 64, 4, 3), (64, 64, 4, 2))), (128, ((32, 64, 4, 3), (32, 64, 4, 2)))),
 }
+SCORED: dict[str, dict[str, Rows]] = {  # a score_mod, or its derivative, takes registers that other tiles do not have
+    "wgmma": {**_SCORED, "dkdv": (*_SCORED["dkdv"], (256, ((16, 64, 8, 2), (32, 64, 8, 2))))},
+    "tcgen05": _SCORED,
+    "mma": {"forward": ((64, ((128, 64, 8, 2),)), (128, ((64, 64, 4, 2),)))},
+}
 _TCGEN05_OWN = {  # where 4 warps, or one stage more, spill hundreds of bytes a thread
+    ("forward", 64): ((64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2)),
     ("forward", 256): ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
     ("forward", 512): ((64, 16, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
     ("dq", 256): ((64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
@@ -64,7 +69,7 @@ _MMA: dict[str, Rows] = {
     "forward": (
         (64, ((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
         (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2))),
-        (256, ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
+        (256, ((64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1))),
         (512, ((32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
     ),
     "dq": (
@@ -116,7 +121,6 @@ GATHERING: dict[str, dict[str, Rows]] = {
         "forward": (
             (64, ((128, 64, 8, 2), (64, 64, 4, 2))),
             (128, ((128, 32, 8, 2), (64, 64, 8, 2))),
-            (256, ((64, 32, 8, 2),)),
         ),
         "dq": ((64, ((64, 32, 8, 2),)), (128, ((64, 64, 8, 2), (64, 32, 4, 2)))),
         "dkdv": ((64, ((64, 32, 8, 2),)), (128, ((64, 64, 8, 2), (32, 64, 4, 2))), (256, ((32, 32, 8, 2),))),
