@@ -82,7 +82,9 @@ def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
         (_inputs(), ALL, {"warp_specialized": False}, "given by kernel_options"),
         (_inputs(), (True, False, True, ()), {}, "not all are needed"),
         (_inputs(), ALL, {"bwd_BLOCK_M2": 64}, "fixes tiles"),
-        (_inputs(dim=256), ALL, {}, "head dimensions"),
+        (_inputs(dim=32), ALL, {}, "head dimensions from 33"),
+        (_inputs(dim=256), ALL, {"warp_specialized": False}, "given by kernel_options"),
+        (tuple(x[..., 1:] for x in _inputs(dim=193)), ALL, {}, "aligned to 16 bytes"),
         (_inputs(length=32), ALL, {}, "more than 32 queries"),
         (_inputs(dtype=torch.float32), ALL, {}, "bfloat16 and float16"),
         (tuple(x[..., 1:] for x in _inputs(dim=65)), ALL, {}, "aligned to 16 bytes"),
@@ -107,10 +109,30 @@ def test_what_depends_on_the_run_or_the_device_is_said_too(monkeypatch: pytest.M
         assert "no fixed order" in reason()
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(100))
-    assert "this is sm_100" in reason()
     monkeypatch.setattr(choose, "_FUSED_BACKWARD", False)
     assert "switched off" in reason()
+    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(100))
+    assert "this is sm_100" in reason()
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (128, 256), (64, 128)])
+@pytest.mark.parametrize("needs", [ALL, (True, False, False, ()), (False, True, True, ())])
+def test_two_kernels_serve_wider_heads_and_those_that_differ(dims: tuple[int, int], needs: Any) -> None:
+    q, k = (torch.zeros(2, 3, n, dims[0], dtype=torch.bfloat16, requires_grad=True) for n in (300, 500))
+    v = torch.zeros(2, 3, 500, dims[1], dtype=torch.bfloat16, requires_grad=True)
+    problem, plan = prepare((q, k, v), None, (None, CAUSAL), options=None)
+    d_out = fresh_layout(torch.bfloat16, dims[1])
+    kernels, why = choose.backward_kernels(problem, plan, d_out, needs)
+    assert kernels == choose.APART and why.startswith("this is Hopper; by two kernels")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose.backward_kernels(problem, plan, d_out, needs)[0] == choose.APART
+    finally:
+        torch.use_deterministic_algorithms(False)
+    choose.forget_hopper_backward(problem, plan, d_out, choose.APART)
+    kernels, why = choose.backward_kernels(problem, plan, d_out, needs)
+    assert kernels == choose.PORTABLE and "could be built" in why
+    plan.memo.clear()
 
 
 def test_list_masks_keep_their_blocks() -> None:
@@ -125,7 +147,7 @@ def test_what_could_not_be_built_is_not_tried_again() -> None:
     problem, plan = prepare(_inputs(), None, (None, CAUSAL), options=None, enable_gqa=True)
     d_out = fresh_layout(torch.bfloat16, 128)
     assert choose.backward_kernels(problem, plan, d_out, ALL)[0] == ("hopper_backward",)
-    choose.forget_fused_backward(problem, plan, d_out)
+    choose.forget_hopper_backward(problem, plan, d_out, choose.FUSED)
     kernels, why = choose.backward_kernels(problem, plan, d_out, ALL)
     assert kernels == ("dq", "dkdv") and "could be built" in why
     plan.memo.clear()
@@ -137,7 +159,9 @@ def test_explain_says_which_kernels_and_why() -> None:
     assert "backward: not the kernel for Hopper: it makes all three" in explain(q, k.detach(), v)
     assert "backward:" not in explain(q.detach(), k.detach(), v.detach())
     wide = torch.zeros(1, 2, 64, 256, dtype=torch.float16, requires_grad=True)
-    assert "backward: not the kernel for Hopper: it takes" in explain(wide, wide, wide)
+    assert "backward: the kernel for Hopper: it serves this call" in explain(wide, wide, wide)
+    small = torch.zeros(1, 2, 64, 32, dtype=torch.float16, requires_grad=True)
+    assert "backward: not the kernel for Hopper: it takes" in explain(small, small, small)
     table = torch.zeros(64, 64, requires_grad=True)
     problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[i, j], (None, None), options=None)
     lines = list(explain_module._backward_tiles(problem, dataclasses.replace(plan, backend="triton", memo={})))
@@ -146,10 +170,8 @@ def test_explain_says_which_kernels_and_why() -> None:
     assert lines[2].startswith("  dq: tiles ") and len(lines) == 3
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
-@pytest.mark.parametrize("dim, tile", [(128, 64), (96, 64), (64, 128)])
-def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled kernels are replaced by ones that note how they are started."""
+def _started(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What kernels are started with from now on; in place of compiled ones."""
     pytest.importorskip("triton.experimental.gluon")
     started: dict[str, dict[str, Any]] = {}
 
@@ -166,6 +188,13 @@ def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.M
 
     monkeypatch.setattr(compiling, "build", build)
     compiling.clear()
+    return started
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+@pytest.mark.parametrize("dim, tile", [(128, 64), (96, 64), (64, 128)])
+def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = _started(monkeypatch)
     q, k, v = _inputs(dim)
     table = torch.zeros(6, requires_grad=True)
     problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[h], (None, CAUSAL), enable_gqa=True)
@@ -186,3 +215,41 @@ def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.M
     assert started["dq"]["row_step"] == 384  # the table's gradient, over the same statistics
     assert started["delta"]["row_step"] == 384 and started["delta"]["lines"] * launch.delta_config(pad).BLOCK_M == 384
     assert started["hopper_dq"]["programs"] == rows // tile
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+@pytest.mark.parametrize(
+    "needs", [(True, True, True, (True,)), (True, False, False, (False,)), (False, False, True, (False,))]
+)
+def test_launches_of_the_two_kernels_have_every_argument(needs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = _started(monkeypatch)
+    q, k = (
+        torch.zeros(2, heads, n, 192, dtype=torch.bfloat16, requires_grad=True) for heads, n in ((6, 300), (3, 500))
+    )
+    v = torch.zeros(2, 3, 500, 128, dtype=torch.bfloat16, requires_grad=True)
+    table = torch.zeros(6, requires_grad=needs[3][0])
+    problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[h], (None, CAUSAL), enable_gqa=True)
+    plan.memo.clear()
+    out, lse = torch.zeros(2, 6, 300, 128, dtype=torch.bfloat16), torch.zeros(q.shape[:3])
+    *grads, sums = launch.backward(problem, plan, out, lse, torch.zeros_like(out), None, needs)
+    compiling.clear()
+    plan.memo.clear()
+    assert [g is not None for g in grads] == list(needs[:3]) and (sums[0] is not None) == needs[3][0]
+    assert started.keys() - {"delta"} == {
+        *(["hopper_query_gradient"] if needs[0] else []),
+        *(["hopper_key_gradients"] if needs[1] or needs[2] else []),
+        *(["dq"] if needs[3][0] else []),
+    }
+    if needs[0]:
+        given = started["hopper_query_gradient"]
+        assert given["programs"] == 2 * 6 * 3 and given["row_step"] == 384 and given["DQ"].base is grads[0]
+        assert given["Q"].block_shape == given["DQ"].block_shape == [1, 1, 64, 256] and given["V"].block_shape == [
+            1,
+            1,
+            64,
+            128,
+        ]
+    if needs[2]:
+        given = started["hopper_key_gradients"]
+        assert given["programs"] == 2 * 3 * 8 and given["repeats"] == 2 and given["q_tiles"] == 384 // 64
+        assert given["DV"].base is grads[2] and given["STATS"].shape == [2, 2 * 6 * 384]

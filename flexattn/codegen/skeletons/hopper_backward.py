@@ -208,14 +208,11 @@ def by_query(buffer, S: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def exponents(scores, lse, block, place, sizes, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-              SLOPE: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+def exponents(scores, lse, q_idx, kv_idx, place, sizes, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl.constexpr,
+              MASK_MOD: gl.constexpr, SLOPE: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """(exponents of probabilities in base 2, slopes of the modified scores, or the exponents again where those are 1)."""
-    S: gl.constexpr = sums_of(BLOCK_M)
-    batch, head, kv_idx, known = place
+    batch, head, _, known = place
     q_len, kv_len, scale = sizes
-    if SCORE_MOD is not None or KIND == PARTIAL:
-        q_idx = gl.expand_dims(opaque(block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))), 0)
     if SCORE_MOD is None:
         factor = softmax.factor_of(scale, FOLD_SCALE)
         found = softmax.natural_scores(scores, scale, FOLD_SCALE) * factor
@@ -236,6 +233,16 @@ def exponents(scores, lse, block, place, sizes, caps, seen, KIND: gl.constexpr, 
             keep = kv_idx < end
         found = gl.where(keep, found, float("-inf"))
     return found, slope
+
+
+@gluon.jit
+def sloped(probs, slope, KIND: gl.constexpr, SLOPE: gl.constexpr):
+    """Probabilities times the slopes of their scores; 0 where there is no probability, whatever the slope is there."""
+    if SLOPE == BOUNDED and KIND == FULL:
+        probs = probs * slope
+    elif SLOPE != ONE:
+        probs = gl.where(probs == 0.0, 0.0, probs * slope)
+    return probs
 
 
 @gluon.jit
@@ -291,15 +298,13 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
         seen = SEEN(place[0], place[1], block * BLOCK_M, columns, caps, place[3])
     scores = warpgroup_mma_wait(1, deps=[scores])
     lse = by_query(lse_buffers.index(buffer), S, BLOCK_M)
+    q_idx = gl.expand_dims(opaque(block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))), 0)
     found, slope = exponents(
-        scores, lse, block, place, sizes, caps, seen, KIND, SCORE_MOD, MASK_MOD, SLOPE, BLOCK_M, FOLD_SCALE
+        scores, lse, q_idx, place[2], place, sizes, caps, seen, KIND, SCORE_MOD, MASK_MOD, SLOPE, FOLD_SCALE
     )
     probs = gl.exp2(found)
     rounded = probs.to(q_buffers.dtype)
-    if SLOPE == BOUNDED and KIND == FULL:
-        probs = probs * slope
-    elif SLOPE != ONE:
-        probs = gl.where(probs == 0.0, 0.0, probs * slope)
+    probs = sloped(probs, slope, KIND, SLOPE)
     d_probs = warpgroup_mma_wait(0, deps=[d_probs])
     delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
     grad = score_gradient(probs, d_probs, delta, KIND == PARTIAL).to(q_buffers.dtype)

@@ -1,0 +1,115 @@
+"""The two backward kernels of wider heads on Hopper, against the float64 oracle and beside the portable kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn
+from flexattn import flex_attention, mods
+from flexattn.runtime import choose
+from tests.runtime.kernel_cases import CASES, LARGE, Case, check, plain
+from tests.span_tables import finished, patterns
+
+GPU = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="the kernels are for sm_90",
+    ),
+]
+DIMS = [(256, 256), (192, 128), (128, 256), (64, 128)]
+
+
+def _launches() -> int:
+    launches = flexattn.stats().launches
+    assert launches.get("hopper_query_gradient", 0) == launches.get("hopper_key_gradients", 0)
+    return launches.get("hopper_query_gradient", 0)
+
+
+def _check(case: Case, dtype: torch.dtype = torch.bfloat16, draws: int = 1) -> None:
+    """Against the oracle; the two kernels must have run."""
+    before = _launches()
+    finished(lambda: check(case, GPU, dtype, draws=draws))
+    assert _launches() == before + draws
+
+
+def test_plain_first() -> None:
+    """One tile of keys and one of queries: what is wrong here is wrong everywhere."""
+    _check(Case(1, 1, 1, 128, 64, 256, 256))
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("name", LARGE)
+def test_large(name: str, dims: tuple[int, int]) -> None:
+    _check(replace(LARGE[name], qk_dim=dims[0], v_dim=dims[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "functions"])
+def test_case(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    _check(replace(case, q_len=3 * case.q_len + 33, kv_len=3 * case.kv_len, qk_dim=200, v_dim=136), dtype, draws=4)
+
+
+@pytest.mark.parametrize("dims", DIMS[:2])
+@pytest.mark.parametrize("group", [2, 3, 7, 16])
+def test_any_group(group: int, dims: tuple[int, int]) -> None:
+    _check(Case(2, 2 * group, 2, 240, 290, *dims, plain(lambda b, h, i, j: (i >= j - 60) & ((i + j + h) % 7 != 0))))
+
+
+@pytest.mark.parametrize("dims", DIMS[:2])
+def test_what_is_not_written_would_show(dims: tuple[int, int]) -> None:
+    """New memory comes from what was freed before, and that was full of NaN."""
+    freed = [torch.full((n,), torch.nan, device=GPU) for n in (1 << 26, *(1 << 17,) * 16, *(1 << 10,) * 64)]
+    del freed
+    _check(Case(2, 4, 2, 700, 1500, *dims, plain(lambda b, h, i, j: ((j // 300) % 2 == 1) & (i % 500 < 300))))
+
+
+def test_no_pattern_of_spans_hangs() -> None:
+    for case in patterns(12, 2000, 256):
+        _check(case)
+
+
+@pytest.mark.parametrize("mask", [None, mods.causal(), mods.sliding_window(1024)])
+@pytest.mark.parametrize("dims", DIMS[:2])
+def test_long_rows_agree_with_the_portable_kernels(dims: tuple[int, int], mask: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 2, 16384, d, device=GPU, dtype=torch.bfloat16, requires_grad=True) for d in (dims[0], *dims)
+    )
+    d_out, found = torch.randn(1, 2, 16384, dims[1], device=GPU, dtype=torch.bfloat16), []
+    for options in ({}, {}, {"warp_specialized": False}):
+        out = flex_attention(q, k, v, mask_mod=mask, kernel_options=options)
+        found.append(finished(lambda out=out: torch.autograd.grad(out, (q, k, v), d_out)))
+    for first, second, portable in zip(*found):
+        assert torch.equal(first, second), "the same bits in every run"
+        assert (first.double() - portable.double()).norm() <= 0.005 * portable.double().norm()
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 2, n, 256, device=GPU, dtype=torch.bfloat16) for n in (333, 500, 500)]
+    grads = []
+    for asked in ((0, 1, 2), wanted):
+        inputs = [x.detach().requires_grad_(n in asked) for n, x in enumerate(tensors)]
+        out = flex_attention(*inputs, mask_mod=mods.causal())
+        grads.append(dict(zip(asked, torch.autograd.grad(out.float().square().sum(), [inputs[n] for n in asked]))))
+    assert grads[1].keys() == set(wanted) and all(torch.equal(grads[0][n], grads[1][n]) for n in wanted)
+
+
+def test_they_are_chosen() -> None:
+    assert choose.APART == ("hopper_query_gradient", "hopper_key_gradients")
+    q = torch.randn(1, 2, 300, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    before = _launches()
+    torch.use_deterministic_algorithms(True)
+    try:
+        flex_attention(q, q, q).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert _launches() == before + 1
