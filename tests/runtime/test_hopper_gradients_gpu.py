@@ -11,10 +11,9 @@ import torch
 import flexattn
 from flexattn import flex_attention, mods
 from flexattn.runtime import choose
-from tests.runtime.kernel_cases import CASES, LARGE, Case, check, plain
-from tests.span_tables import finished, patterns
+from tests.runtime.kernel_cases import CASES, Case, check, plain
+from tests.runtime.test_hopper_gpu import GPU, LARGE, finished, patterns
 
-GPU = torch.device("cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
