@@ -103,7 +103,7 @@ def emit(spec: KernelSpec) -> KernelSource:
         >>> source.function, source.signature["Q"], source.signature["q_len"]
         ('attention_forward', 'tensordesc<bf16[1, 1, 128, 64]>', 'i32')
     """
-    module, function = _SKELETONS[spec.kernel]
+    module, function = _SKELETONS["hopper_backward" if _is_fused_without_dq(spec) else spec.kernel]
     functions = leaf_functions(spec)
     text = leaf_text(functions)
     signature, aligned = _SIGNATURES[spec.kernel](spec)
@@ -119,6 +119,11 @@ def emit(spec: KernelSpec) -> KernelSource:
         aligned=tuple(aligned),
         options=_options(spec),
     )
+
+
+def _is_fused_without_dq(spec: KernelSpec) -> bool:
+    """Whether dk and dv are made by the fused backward's kernel: where each of two warpgroups has registers for both, of 64 keys."""
+    return spec.kernel == "hopper_key_gradients" and spec.config.BLOCK_N > WARPGROUP_ROWS
 
 
 def _options(spec: KernelSpec) -> dict[str, Any]:
@@ -238,6 +243,8 @@ def _hopper_query_gradient_signature(spec: KernelSpec) -> tuple[Signature, list[
 def _hopper_key_gradients_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _by_column(arguments)
+    if _is_fused_without_dq(spec):
+        arguments.plain(DQ_SUMS="i32")
     return arguments.types, arguments.aligned
 
 
@@ -351,7 +358,9 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
             "V_PAD": v_pad, "FOLD_SCALE": spec.fold_scale,
         }  # fmt: skip
         if spec.kernel == "hopper_backward":
-            return {**values, "BLOCK_M": spec.config.BLOCK_M}
+            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": True}
+        if _is_fused_without_dq(spec):
+            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": False}
         if spec.kernel == "hopper_key_gradients":
             return {**values, "QK_USED": qk_used, "BLOCK_M": spec.config.BLOCK_M}
         v_buffers = 2 if v_pad <= 128 else 1  # what there is room for

@@ -72,17 +72,21 @@ def hopper_backward_tiles(
 def hopper_gradient_tiles(
     kernel: str, target: Target, *, qk_dim: int, v_dim: int, q_len: int, programs: Sequence[Program | None] = ()
 ) -> tuple[TileConfig, ...]:
-    """Configurations of the two kernels that share a backward of heads too wide for the fused one, best first; none where the portable
-    kernels must serve. What is read for each pair needs registers that the larger tile does not leave.
+    """Configurations of the kernels that share a backward, best first; none where the portable kernels must serve. What is read for
+    each pair needs registers that the larger tile does not leave.
 
     Args:
         kernel: 'hopper_query_gradient' or 'hopper_key_gradients'.
         target, qk_dim, v_dim, q_len, programs: as of `hopper_tiles`.
     """
     dims = tile_dims(qk_dim, v_dim, target)
-    if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or dims in _FUSED_DIMS or q_len <= SHORT_QUERIES:
+    if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len <= SHORT_QUERIES:
         return ()
-    others = (32, 64) if any(gathers_of(p) for p in programs if p is not None) else (64, 32)
+    if kernel == "hopper_key_gradients" and dims in _FUSED_DIMS:
+        return hopper_backward_tiles(target, qk_dim=qk_dim, v_dim=v_dim, q_len=q_len, programs=programs)
+    reads = any(gathers_of(p) for p in programs if p is not None)
+    most = 128 if kernel == "hopper_query_gradient" and max(dims) <= 128 else 64
+    others = (most // 2, most) if reads else (most, most // 2)
     if kernel == "hopper_query_gradient":
         return tuple(TileConfig(2 * WARPGROUP_ROWS, n, 4, 2) for n in others)
     return tuple(TileConfig(m, WARPGROUP_ROWS, 4, 2) for m in others)

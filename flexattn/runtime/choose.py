@@ -34,7 +34,7 @@ from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_build
 from flexattn.runtime.plan import Needs, Plan, Problem
 
 _FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
-# What may make gradients, in the order in which they are asked.
+# What makes gradients, in order of preference.
 FUSED, APART, PORTABLE = ("hopper_backward",), ("hopper_query_gradient", "hopper_key_gradients"), ("dq", "dkdv")
 _FUSED_BACKWARD = True  # whether calls may take the fused backward; tests pair it with the portable kernels
 _HOPPER_HEADS = "it takes more than 32 queries and head dimensions from 33 to 256"
@@ -134,8 +134,8 @@ def backward_kernels(
     if why_not_fused is None:
         return FUSED, "this is Hopper"
     if reasons.apart is None:
-        return APART, f"this is Hopper; by two kernels, as to the one: {why_not_fused}"
-    return PORTABLE, reasons.apart if reasons.is_wide else why_not_fused
+        return APART, f"this is Hopper; two kernels, not one: {why_not_fused}"
+    return PORTABLE, reasons.apart
 
 
 def likely_backward_kernels(problem: Problem, plan: Plan, target: Target | None = None) -> tuple[tuple[str, ...], str]:
@@ -151,7 +151,6 @@ class _Reasons(NamedTuple):
 
     fused: str | None
     apart: str | None
-    is_wide: bool = False  # whether heads are such as two kernels are for
 
 
 def _why_not_fused_this_time(needs: Needs) -> str | None:
@@ -170,14 +169,14 @@ def _why_not_hopper(problem: Problem, plan: Plan, target: Target, d_out: TensorL
         return _Reasons(*(_not_hopper(target),) * 2)
     if any(is_fixed(kernel, _backward_options(problem)) for kernel in PORTABLE):
         return _Reasons(*("kernel_options fixes tiles of the portable kernels",) * 2)
-    tiles = {kernel: gradient_tiles_on(problem, plan, kernel, target) for kernel in (*FUSED, *APART)}
-    is_wide = bool(tiles[APART[0]])
-    why_none = (
-        "heads are too wide for one kernel, or query's and value's are not padded alike" if is_wide else _HOPPER_HEADS
-    )
-    whys = {k: _why_not_these(problem, plan, k, target, t, d_out) if t else why_none for k, t in tiles.items()}
-    fused = whys[FUSED[0]] if _FUSED_BACKWARD else "the fused one is switched off"
-    return _Reasons(fused, next((whys[k] for k in APART if whys[k] is not None), None), is_wide)
+    whys = []
+    for kernel in (*FUSED, *APART):
+        tiles = gradient_tiles_on(problem, plan, kernel, target)
+        heads = "heads are too wide for one kernel, or query's and value's are not padded alike"
+        none = heads if kernel in FUSED else _HOPPER_HEADS
+        whys.append(_why_not_these(problem, plan, kernel, target, tiles, d_out) if tiles else none)
+    fused = whys[0] if _FUSED_BACKWARD else "it is switched off"
+    return _Reasons(fused, next((why for why in whys[1:] if why is not None), None))
 
 
 def gradient_tiles_on(problem: Problem, plan: Plan, kernel: str, target: Target) -> tuple[TileConfig, ...]:

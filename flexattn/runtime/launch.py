@@ -433,7 +433,7 @@ def run_apart(
     def start_key(ready: Ready) -> tuple[Tensor, Tensor]:
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
-        ready.launch({**common.arguments, **_table(problem, ready), "DK": dk, "DV": dv}, device=q.device)
+        ready.launch({**common.arguments, **_table(problem, ready), "DK": dk, "DV": dv, "DQ_SUMS": 0}, device=q.device)
         return dk, dv
 
     dq = dk = dv = None

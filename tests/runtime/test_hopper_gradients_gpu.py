@@ -1,4 +1,4 @@
-"""The two backward kernels of wider heads on Hopper, against the float64 oracle and beside the portable kernels."""
+"""The two kernels that share a backward on Hopper, against the float64 oracle and beside the portable kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ pytestmark = [
         reason="the kernels are for sm_90",
     ),
 ]
-DIMS = [(256, 256), (192, 128), (128, 256), (64, 128)]
+DIMS = [(256, 256), (192, 128), (128, 256), (64, 128), (128, 128), (64, 64)]
+MOST = [(256, 256), (192, 128), (96, 96)]
+
+
+@pytest.fixture(autouse=True)
+def _not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", False)
 
 
 def _launches() -> list[int]:
@@ -47,20 +53,21 @@ def test_large(name: str, dims: tuple[int, int]) -> None:
     _check(replace(LARGE[name], qk_dim=dims[0], v_dim=dims[1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims, dtype", [((200, 136), torch.float16), ((64, 64), torch.bfloat16)])
 @pytest.mark.parametrize("name", [n for n in CASES if n != "functions"])
-def test_case(name: str, dtype: torch.dtype) -> None:
+def test_case(name: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     case = CASES[name]
-    _check(replace(case, q_len=3 * case.q_len + 33, kv_len=3 * case.kv_len, qk_dim=200, v_dim=136), dtype, draws=4)
+    sizes = {"q_len": 3 * case.q_len + 33, "kv_len": 3 * case.kv_len, "qk_dim": dims[0], "v_dim": dims[1]}
+    _check(replace(case, **sizes), dtype, draws=4)
 
 
-@pytest.mark.parametrize("dims", DIMS[:2])
+@pytest.mark.parametrize("dims", MOST)
 @pytest.mark.parametrize("group", [2, 3, 7, 16])
 def test_any_group(group: int, dims: tuple[int, int]) -> None:
     _check(Case(2, 2 * group, 2, 240, 290, *dims, plain(lambda b, h, i, j: (i >= j - 60) & ((i + j + h) % 7 != 0))))
 
 
-@pytest.mark.parametrize("dims", DIMS[:2])
+@pytest.mark.parametrize("dims", MOST)
 def test_what_is_not_written_would_show(dims: tuple[int, int]) -> None:
     """New memory comes from what was freed before, and that was full of NaN."""
     freed = [torch.full((n,), torch.nan, device=GPU) for n in (1 << 26, *(1 << 17,) * 16, *(1 << 10,) * 64)]
@@ -68,13 +75,14 @@ def test_what_is_not_written_would_show(dims: tuple[int, int]) -> None:
     _check(Case(2, 4, 2, 700, 1500, *dims, plain(lambda b, h, i, j: ((j // 300) % 2 == 1) & (i % 500 < 300))))
 
 
-def test_no_pattern_of_spans_hangs() -> None:
-    for case in patterns(12, 2000, 256):
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_no_pattern_of_spans_hangs(dim: int) -> None:
+    for case in patterns(12, 2000, dim):
         _check(case)
 
 
 @pytest.mark.parametrize("mask", [None, mods.causal(), mods.sliding_window(1024)])
-@pytest.mark.parametrize("dims", DIMS[:2])
+@pytest.mark.parametrize("dims", MOST)
 def test_long_rows_agree_with_the_portable_kernels(dims: tuple[int, int], mask: Any) -> None:
     torch.manual_seed(0)
     q, k, v = (
@@ -89,10 +97,11 @@ def test_long_rows_agree_with_the_portable_kernels(dims: tuple[int, int], mask: 
         assert (first.double() - portable.double()).norm() <= 0.005 * portable.double().norm()
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
+def test_gradients_that_are_asked_for(wanted: tuple[int, ...], dim: int) -> None:
     torch.manual_seed(0)
-    tensors = [torch.randn(2, 2, n, 256, device=GPU, dtype=torch.bfloat16) for n in (333, 500, 500)]
+    tensors = [torch.randn(2, 2, n, dim, device=GPU, dtype=torch.bfloat16) for n in (333, 500, 500)]
     grads = []
     for asked in ((0, 1, 2), wanted):
         before = _launches()
@@ -103,8 +112,10 @@ def test_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
     assert grads[1].keys() == set(wanted) and all(torch.equal(grads[0][n], grads[1][n]) for n in wanted)
 
 
-def test_they_serve_deterministic_runs() -> None:
-    q = torch.randn(1, 2, 300, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_they_serve_deterministic_runs(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", True)
+    q = torch.randn(1, 2, 300, dim, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     before = _launches()
     torch.use_deterministic_algorithms(True)
     try:

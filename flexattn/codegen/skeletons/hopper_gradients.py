@@ -1,7 +1,8 @@
 """Backward attention for Hopper in Gluon by two kernels: one makes dq, the other dk and dv, and no program adds to another's result.
 
-They serve heads too wide for the fused backward's registers. Both read q, k, v, d_out and the pre-pass's row statistics; the first
-walks the keys of each tile of queries, the second the queries of each tile of keys.
+They serve heads too wide for the fused backward's registers; the first also all others, beside the fused kernel without its dq, where
+gradients must not depend on the order in which programs end, or not all are wanted. Both read q, k, v, d_out and the pre-pass's row
+statistics; the first walks the keys of each tile of queries, the second the queries of each tile of keys.
 
 The ideas, each for one reason:
   one sum    a warpgroup has registers for one result of 64 rows and 256 columns. Of dq two warpgroups make 64 rows each; of a tile of
