@@ -31,6 +31,7 @@ from flexattn.errors import OptionError, UnsupportedError
 from flexattn.runtime import autotune
 from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
+from flexattn.runtime.options import must_be_deterministic
 from flexattn.runtime.plan import Needs, Plan, Problem
 
 _FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
@@ -130,7 +131,7 @@ def backward_kernels(
         if found is None:
             found = plan.memo[key] = _why_not_hopper(problem, plan, devices.target_for(problem.q.device), d_out)
         reasons = found
-    why_not_fused = reasons.fused or _why_not_fused_this_time(needs)
+    why_not_fused = reasons.fused or _why_not_fused_this_time(problem, needs)
     if why_not_fused is None:
         return FUSED, "this is Hopper"
     if reasons.apart is None:
@@ -153,12 +154,12 @@ class _Reasons(NamedTuple):
     apart: str | None
 
 
-def _why_not_fused_this_time(needs: Needs) -> str | None:
+def _why_not_fused_this_time(problem: Problem, needs: Needs) -> str | None:
     """Why the fused backward is not taken, by what may be different in each call of a plan."""
     if not all(needs[:3]):
         return "it makes all three gradients, and not all are needed"
-    if torch.are_deterministic_algorithms_enabled():
-        return "it adds to query's gradient in no fixed order, and torch.use_deterministic_algorithms is on"
+    if must_be_deterministic(problem.options):
+        return "it adds to query's gradient in no fixed order, and gradients must be deterministic"
     return None
 
 

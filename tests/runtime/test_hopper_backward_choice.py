@@ -67,6 +67,9 @@ def test_not_where_additions_must_have_an_order_or_tiles_are_given() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert not _is_taken(_inputs(), options={"bwd_BLOCK_M1": 64})
+    assert not _is_taken(_inputs(), options={"deterministic": True}) and _is_taken(
+        _inputs(), options={"deterministic": False}
+    )
 
 
 def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:

@@ -123,3 +123,19 @@ def test_they_serve_deterministic_runs(dim: int, monkeypatch: pytest.MonkeyPatch
     finally:
         torch.use_deterministic_algorithms(False)
     assert _launches() == [n + 1 for n in before]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_by_option(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", True)
+    q, k, v = (torch.randn(2, 2, 1000, dim, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    before, grads = _launches(), []
+    for _ in range(4):
+        out = flex_attention(q, k, v, mask_mod=mods.causal(), kernel_options={"deterministic": True})
+        grads.append(torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
+    assert _launches() == [n + 4 for n in before]
+    table = torch.zeros(2, device=GPU, requires_grad=True)
+    out = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h], kernel_options={"deterministic": True})
+    with pytest.raises(RuntimeError, match="you set kernel_options="):
+        out.float().sum().backward()
