@@ -131,7 +131,8 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
     """Checks a kernel_options dictionary.
 
     Args:
-        kernel_options: torch's keys, and ours ('strict_nan', 'autotune', 'warp_specialized', 'deterministic', BACKEND='TORCH'); None means all defaults.
+        kernel_options: torch's keys, and ours ('strict_nan', 'autotune', 'warp_specialized', 'deterministic', BACKEND='TORCH'); None
+            means all defaults.
     Returns: KernelOptions.
     Raises:
         CallError: not a dictionary.
