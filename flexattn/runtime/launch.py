@@ -433,7 +433,7 @@ def run_apart(
     def start_key(ready: Ready) -> tuple[Tensor, Tensor]:
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
-        ready.launch({**common.arguments, **_table(problem, ready), "DK": dk, "DV": dv, "DQ_SUMS": 0}, device=q.device)
+        ready.launch({**common.arguments, **_table(problem, ready), "DK": dk, "DV": dv}, device=q.device)
         return dk, dv
 
     dq = dk = dv = None
@@ -442,7 +442,7 @@ def run_apart(
         fixed: Callable[[], dict[str, Any]] = lambda: {"row_step": common.row_step}
         dq = _run(problem, plan, of_query, start_query, fixed, (_unit_order(q), common.row_step), common=common)
     if needs[1] or needs[2]:
-        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1])}
+        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0}  # no sums of dq
         dk, dv = _run(problem, plan, of_keys, start_key, fixed, (k_order, v_order), common=common)
     return dq, dk if needs[1] else None, dv if needs[2] else None
 

@@ -231,16 +231,20 @@ def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "needs", [(True, True, True, (True,)), (True, False, False, (False,)), (False, False, True, (False,))]
 )
-def test_launches_of_the_two_kernels_have_every_argument(needs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dims, pads, keys", [((192, 128), (256, 128), 64), ((96, 96), (128, 128), 128)])
+def test_launches_of_the_two_kernels_have_every_argument(
+    dims: tuple[int, int], pads: tuple[int, int], keys: int, needs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", False)
     started = _started(monkeypatch)
     q, k = (
-        torch.zeros(2, heads, n, 192, dtype=torch.bfloat16, requires_grad=True) for heads, n in ((6, 300), (3, 500))
+        torch.zeros(2, heads, n, dims[0], dtype=torch.bfloat16, requires_grad=True) for heads, n in ((6, 300), (3, 500))
     )
-    v = torch.zeros(2, 3, 500, 128, dtype=torch.bfloat16, requires_grad=True)
+    v = torch.zeros(2, 3, 500, dims[1], dtype=torch.bfloat16, requires_grad=True)
     table = torch.zeros(6, requires_grad=needs[3][0])
     problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[h], (None, CAUSAL), enable_gqa=True)
     plan.memo.clear()
-    out, lse = torch.zeros(2, 6, 300, 128, dtype=torch.bfloat16), torch.zeros(q.shape[:3])
+    out, lse = torch.zeros(2, 6, 300, dims[1], dtype=torch.bfloat16), torch.zeros(q.shape[:3])
     *grads, sums = launch.backward(problem, plan, out, lse, torch.zeros_like(out), None, needs)
     compiling.clear()
     plan.memo.clear()
@@ -253,13 +257,9 @@ def test_launches_of_the_two_kernels_have_every_argument(needs: Any, monkeypatch
     if needs[0]:
         given = started["hopper_query_gradient"]
         assert given["programs"] == 2 * 6 * 3 and given["row_step"] == 384 and given["DQ"].base is grads[0]
-        assert given["Q"].block_shape == given["DQ"].block_shape == [1, 1, 64, 256] and given["V"].block_shape == [
-            1,
-            1,
-            64,
-            128,
-        ]
+        assert given["Q"].block_shape == given["DQ"].block_shape == [1, 1, 64, pads[0]]
+        assert given["V"].block_shape == [1, 1, keys, pads[1]]
     if needs[2]:
         given = started["hopper_key_gradients"]
-        assert given["programs"] == 2 * 3 * 8 and given["repeats"] == 2 and given["q_tiles"] == 384 // 64
+        assert given["programs"] == 2 * 3 * -(-500 // keys) and given["repeats"] == 2 and given["q_tiles"] == 384 // 64
         assert given["DV"].base is grads[2] and given["STATS"].shape == [2, 2 * 6 * 384]
