@@ -25,6 +25,8 @@ _SKELETONS = {
     "dkdv": ("backward", "attention_backward_dkdv"),
     "hopper_backward": ("hopper_backward", "attention_backward_hopper"),
     "hopper_dq": ("hopper_backward", "hopper_dq_results"),
+    "hopper_query_gradient": ("hopper_gradients", "hopper_query_gradient"),
+    "hopper_key_gradients": ("hopper_gradients", "hopper_key_gradients"),
     "ranges": ("block_map", "ranges"),
     "block_map": ("block_map", "block_map"),
     "fill": ("block_map", "fill"),
@@ -101,7 +103,7 @@ def emit(spec: KernelSpec) -> KernelSource:
         >>> source.function, source.signature["Q"], source.signature["q_len"]
         ('attention_forward', 'tensordesc<bf16[1, 1, 128, 64]>', 'i32')
     """
-    module, function = _SKELETONS[spec.kernel]
+    module, function = _SKELETONS["hopper_backward" if _is_fused_without_dq(spec) else spec.kernel]
     functions = leaf_functions(spec)
     text = leaf_text(functions)
     signature, aligned = _SIGNATURES[spec.kernel](spec)
@@ -117,6 +119,11 @@ def emit(spec: KernelSpec) -> KernelSource:
         aligned=tuple(aligned),
         options=_options(spec),
     )
+
+
+def _is_fused_without_dq(spec: KernelSpec) -> bool:
+    """Whether dk and dv are made by the fused backward's kernel: where each of two warpgroups has registers for both, of 64 keys."""
+    return spec.kernel == "hopper_key_gradients" and spec.config.BLOCK_N > WARPGROUP_ROWS
 
 
 def _options(spec: KernelSpec) -> dict[str, Any]:
@@ -200,15 +207,44 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
 
 
 def _hopper_backward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
-    arguments, dtype, rows = _Arguments(spec), spec.layouts[0].dtype, spec.config.BLOCK_M
+    arguments, rows = _Arguments(spec), spec.config.BLOCK_M
+    _by_column(arguments)
+    arguments.described("DQ_SUMS", "fp32", (rows * padded(spec.qk_dim) // 256, 128), swizzle=0)
+    return arguments.types, arguments.aligned
+
+
+def _by_column(arguments: _Arguments) -> None:
+    """What kernels that walk the queries of tiles of keys have, 64 keys a tile of it."""
+    spec = arguments.spec
+    dtype, rows = spec.layouts[0].dtype, spec.config.BLOCK_M
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     sides = {"Q": (rows, qk_pad), "K": (WARPGROUP_ROWS, qk_pad), "V": (WARPGROUP_ROWS, v_pad), "D_OUT": (rows, v_pad)}
     for name, block in {**sides, "DK": sides["K"], "DV": sides["V"]}.items():
         arguments.described(name, dtype, (1, 1, *block))
     arguments.described("STATS", "fp32", (1, rows), swizzle=0)
-    arguments.described("DQ_SUMS", "fp32", (rows * qk_pad // 256, 128), swizzle=0)
     arguments.plain(ROWS="*i32", EXTRA="*i32", scale="fp32", repeats="i32", q_tiles="i32", **_GRID, **_WALK)
     arguments.captures()
+
+
+def _hopper_query_gradient_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
+    own, other = WARPGROUP_ROWS, spec.config.BLOCK_N
+    sides = {"Q": (own, qk_pad), "K": (other, qk_pad), "V": (other, v_pad), "D_OUT": (own, v_pad), "DQ": (own, qk_pad)}
+    for name, block in sides.items():
+        arguments.described(name, spec.layouts[0].dtype, (1, 1, *block))
+    strides = ("i64",) * 4  # only whether a batch serves all others is asked
+    arguments.plain(ROW_LSE="*fp32", DELTA="*fp32", ROWS="*i32", EXTRA="*i32", k_strides=strides, v_strides=strides)
+    arguments.plain(scale="fp32", row_step="i32", **_GRID, **_WALK)
+    arguments.captures()
+    return arguments.types, arguments.aligned
+
+
+def _hopper_key_gradients_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    _by_column(arguments)
+    if _is_fused_without_dq(spec):
+        arguments.plain(DQ_SUMS="i32")
     return arguments.types, arguments.aligned
 
 
@@ -297,6 +333,7 @@ def tree_type(capture: CaptureLayout) -> str:
 _SIGNATURES = {
     "forward": _forward_signature, "hopper_forward": _hopper_forward_signature, "delta": _delta_signature,
     "dq": _dq_signature, "dkdv": _dkdv_signature, "hopper_backward": _hopper_backward_signature, "hopper_dq": _hopper_dq_signature,
+    "hopper_query_gradient": _hopper_query_gradient_signature, "hopper_key_gradients": _hopper_key_gradients_signature,
     **dict.fromkeys(_BUILDERS, _builder_signature),
 }  # fmt: skip
 
@@ -313,14 +350,22 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     if spec.kernel == "hopper_dq":
         return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
-    if spec.kernel == "hopper_backward":
-        return {
+    part = qk_pad * 3 // 4  # whole columns of 64, or half a one
+    qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
+    if spec.is_gluon and spec.kernel != "hopper_forward":
+        values: dict[str, Any] = {
             "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "SLOPE": slope_kind(spec), "QK_PAD": qk_pad,
-            "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "FOLD_SCALE": spec.fold_scale,
+            "V_PAD": v_pad, "FOLD_SCALE": spec.fold_scale,
         }  # fmt: skip
+        if spec.kernel == "hopper_backward":
+            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": True}
+        if _is_fused_without_dq(spec):
+            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": False}
+        if spec.kernel == "hopper_key_gradients":
+            return {**values, "QK_USED": qk_used, "BLOCK_M": spec.config.BLOCK_M}
+        v_buffers = 2 if v_pad <= 128 else 1  # what there is room for
+        return {**values, "QK_USED": qk_used, "BLOCK_N": spec.config.BLOCK_N, "V_BUFFERS": v_buffers}
     if spec.kernel == "hopper_forward":
-        part = qk_pad * 3 // 4  # whole columns of 64, or half a one
-        qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
         is_lazy = v_pad > 64 or spec.mask is not None  # measured: not where heads are narrow and every tile is full
         return {
             "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "QK_PAD": qk_pad, "QK_USED": qk_used,
@@ -328,7 +373,7 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
             "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
             "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
         }  # fmt: skip
-    values: dict[str, Any] = {
+    values = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
         "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
         "FOLD_SCALE": spec.fold_scale, "IS_Q_DESCRIBED": q, "IS_K_DESCRIBED": k,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flexattn.codegen.shared_memory import TileConfig, tile_dims
-from flexattn.codegen.spec import KernelSpec
+from flexattn.codegen.spec import HOPPER_GRADIENTS, KernelSpec
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import SHORT_QUERIES, captured_reads, gathers_of
 from flexattn.codegen.tile_preferences import HOPPER
@@ -20,8 +20,11 @@ from flexattn.frontend.gradient import passes_gradient
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
 
-WARPGROUP_ROWS = 64  # of queries in skeletons/hopper_forward.py, of keys in hopper_backward.py
+WARPGROUP_ROWS = (
+    64  # of queries in skeletons/hopper_forward.py, of keys in hopper_backward.py, of either in hopper_gradients.py
+)
 LONG_KEYS = 8192  # from here on rows have many more full tiles than others
+_FUSED_DIMS = ((64, 64), (128, 128))  # padded; a warpgroup has registers for dk and dv of 64 keys and 128 dimensions
 _BARRIERS = 1024  # and the captured values of a role
 
 
@@ -57,13 +60,36 @@ def hopper_backward_tiles(
     query need some too.
     """
     dims = tile_dims(qk_dim, v_dim, target)
-    if target.arch != 90 or dims not in ((64, 64), (128, 128)) or q_len <= SHORT_QUERIES:
+    if target.arch != 90 or dims not in _FUSED_DIMS or q_len <= SHORT_QUERIES:
         return ()
     given = [p for p in programs if p is not None]
     reads = any(gathers_of(p) or captured_reads(p).query for p in given)
     needs_room = reads or any(_divides(p) or (p.kind == "score" and not passes_gradient(p)) for p in given)
     rows = (64,) if dims[0] == 128 else (64, 128) if needs_room else (128, 64)
     return tuple(TileConfig(m, 128, 4, 2) for m in rows)
+
+
+def hopper_gradient_tiles(
+    kernel: str, target: Target, *, qk_dim: int, v_dim: int, q_len: int, programs: Sequence[Program | None] = ()
+) -> tuple[TileConfig, ...]:
+    """Configurations of the kernels that share a backward, best first; none where the portable kernels must serve. What is read for
+    each pair needs registers that the larger tile does not leave.
+
+    Args:
+        kernel: 'hopper_query_gradient' or 'hopper_key_gradients'.
+        target, qk_dim, v_dim, q_len, programs: as of `hopper_tiles`.
+    """
+    dims = tile_dims(qk_dim, v_dim, target)
+    if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len <= SHORT_QUERIES:
+        return ()
+    if kernel == "hopper_key_gradients" and dims in _FUSED_DIMS:
+        return hopper_backward_tiles(target, qk_dim=qk_dim, v_dim=v_dim, q_len=q_len, programs=programs)
+    reads = any(gathers_of(p) for p in programs if p is not None)
+    most = 128 if kernel == "hopper_query_gradient" and max(dims) <= 128 else 64
+    others = (most // 2, most) if reads else (most, most // 2)
+    if kernel == "hopper_query_gradient":
+        return tuple(TileConfig(2 * WARPGROUP_ROWS, n, 4, 2) for n in others)
+    return tuple(TileConfig(m, WARPGROUP_ROWS, 4, 2) for m in others)
 
 
 def _kind(programs: Sequence[Program | None], kv_len: int) -> str:
@@ -121,11 +147,12 @@ def why_not(spec: KernelSpec) -> str | None:
     """Why the kernel cannot serve a call whose tiles it has, or None where it can."""
     if spec.layouts[0].dtype not in ("bf16", "fp16"):
         return "its products are of bfloat16 and float16"
-    if not all(spec.described[: 4 if spec.kernel == "hopper_backward" else 3]):
+    is_gradient = spec.kernel in HOPPER_GRADIENTS
+    if not all(spec.described[: 4 if is_gradient else 3]):
         return "an input is expanded, or not aligned to 16 bytes"
-    if spec.kernel == "hopper_backward" and spec.qk_dim % 8:
+    if is_gradient and spec.qk_dim % 8:
         return "query's head dimension is no multiple of 8"
     return "value's head dimension is no multiple of 8" if spec.v_dim % 8 else None
 
 
-__all__ = ["hopper_backward_tiles", "hopper_tiles", "query_buffers", "why_not"]
+__all__ = ["hopper_backward_tiles", "hopper_gradient_tiles", "hopper_tiles", "query_buffers", "why_not"]

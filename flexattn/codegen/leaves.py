@@ -12,7 +12,7 @@ import torch
 
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
 from flexattn.codegen.regrouped import Ends, ends_of, in_base_2, one_index_a_side, slope_of
-from flexattn.codegen.spec import KernelSpec
+from flexattn.codegen.spec import BY_COLUMN, HOPPER_GRADIENTS, KernelSpec
 from flexattn.codegen.tile_config import padded
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
@@ -107,7 +107,7 @@ _Known = tuple[dict[Expr, Value], dict[Expr, Value]]
 def _read_before(spec: KernelSpec, arguments: tuple[Arguments, Arguments], texts: dict[str, str]) -> _Known:
     """Adds functions that read what need not be read for each pair: what is the same for all that a program walks (keys, or queries in
     the backward), once; and runs of rows along those, once a tile, as far as registers are left."""
-    walked, other, own = (DEP_Q, "q_idx", "kv_idx") if spec.kernel == "hopper_backward" else (DEP_KV, "kv_idx", "q_idx")
+    walked, other, own = (DEP_Q, "q_idx", "kv_idx") if spec.kernel in BY_COLUMN else (DEP_KV, "kv_idx", "q_idx")
     lines, known = _reads(spec, arguments, "known", lambda deps: not deps & (walked | DEP_SCORE))
     if any(known):
         texts["KNOWN"] = _function("known", f"b, h, {own}, caps", lines)
@@ -156,7 +156,7 @@ def _reads(
 def _registers_left(spec: KernelSpec) -> int:
     """Of a thread, while scores are being multiplied, by what the assembler then spilled: 16 in the backward; in the forward all but
     scores, probabilities, the output's sums and 40 others, and no more than 32."""
-    if spec.kernel == "hopper_backward":
+    if spec.kernel in HOPPER_GRADIENTS:
         return 16
     given = 240 if spec.config.BLOCK_M == 128 else 160
     return min(given - spec.config.BLOCK_N // 2 - spec.config.BLOCK_N // 4 - padded(spec.v_dim) // 2 - 40, 32)
@@ -164,7 +164,7 @@ def _registers_left(spec: KernelSpec) -> int:
 
 def _that_fit(reads: list[Expr], spec: KernelSpec, left: int) -> tuple[list[Expr], int]:
     """Those whose values fit in the registers that are left, and what is left then: a thread holds a quarter of a tile's columns."""
-    columns = spec.config.BLOCK_M if spec.kernel == "hopper_backward" else spec.config.BLOCK_N
+    columns = spec.config.BLOCK_M if spec.kernel in BY_COLUMN else spec.config.BLOCK_N
     fitting = []
     for read in reads:
         taken = max(getattr(torch, read.attr[2]).itemsize, 4) * columns // 16
@@ -186,7 +186,7 @@ def _score(spec: KernelSpec, program: Program, arguments: Arguments, known: dict
 
 def has_slope(spec: KernelSpec) -> bool:
     """Whether the score function of a kernel gives its derivative, as a factor, beside the score: what both need is computed once."""
-    return spec.kernel == "hopper_backward" and spec.score is not None and not passes_gradient(spec.score)
+    return spec.kernel in HOPPER_GRADIENTS and spec.score is not None and not passes_gradient(spec.score)
 
 
 def slope_kind(spec: KernelSpec) -> int:

@@ -21,6 +21,12 @@ from flexattn.frontend.box_bounds import box_bounds
 if TYPE_CHECKING:
     from flexattn.frontend.program import Program
 
+HOPPER_GRADIENTS = (
+    "hopper_backward",
+    "hopper_query_gradient",
+    "hopper_key_gradients",
+)  # kernels in Gluon with a score's derivative
+BY_COLUMN = ("dkdv", "hopper_backward", "hopper_key_gradients")  # kernels that walk the queries of a tile of keys
 SMALL_INDEX = 1 << 24  # lengths and integer numbers below this need no 64-bit sums, and float32 holds them exactly
 LIMIT_32 = (1 << 31) - 1
 _NAMES = {
@@ -78,8 +84,8 @@ class CaptureLayout(NamedTuple):
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq'; of masks 'ranges', 'block_map', 'fill',
-    # 'order'
+    # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq', 'hopper_query_gradient',
+    # 'hopper_key_gradients'; of masks 'ranges', 'block_map', 'fill', 'order'
     kernel: str
     target: Target
     config: TileConfig
@@ -134,7 +140,7 @@ class KernelSpec:
     @property
     def is_gluon(self) -> bool:
         """Whether the kernel says where each element lies: its skeleton is written in Gluon."""
-        return self.kernel in ("hopper_forward", "hopper_backward")
+        return self.kernel == "hopper_forward" or self.kernel in HOPPER_GRADIENTS
 
     @property
     def dialect(self) -> str:

@@ -45,7 +45,10 @@ AT_MOST = 3  # configurations a direction may try
 _DEP_Q, _DEP_KV = 8, 16
 _CHOSEN = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # what a caller may fix
 # of torch's names for the tiles of a kernel
-_SUFFIX = {"forward": "", "hopper_forward": "", "dkdv": "1", "hopper_backward": "1", "dq": "2"}
+_SUFFIX = {
+    "forward": "", "hopper_forward": "", "dkdv": "1", "hopper_backward": "1", "hopper_key_gradients": "1", "dq": "2",
+    "hopper_query_gradient": "2",
+}  # fmt: skip
 _INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
 
 

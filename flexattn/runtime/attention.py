@@ -95,7 +95,8 @@ def flex_attention(
         scale: factor of the scores before score_mod, any float; None for 1 / sqrt(qk_dim).
         enable_gqa: q_heads may be a multiple of kv_heads; query head h reads key head h // (q_heads // kv_heads).
         return_lse: deprecated, use return_aux=AuxRequest(lse=True).
-        kernel_options: torch's keys, and BACKEND='TORCH' (torch ops), 'strict_nan' and 'autotune'; see runtime/options.py.
+        kernel_options: torch's keys, and BACKEND='TORCH' (torch ops), 'strict_nan', 'autotune' and 'deterministic'; see
+            runtime/options.py.
         return_aux: which extra outputs to return.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, True keeps; with block_mask as well, both must keep.
     Returns:

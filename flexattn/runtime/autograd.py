@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexattn.frontend.evaluate import without_autocast
 from flexattn.runtime import settings, stats, strict, transforms
+from flexattn.runtime.options import must_be_deterministic
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, output_like, stride_order
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -180,12 +181,17 @@ def _in_query_order(out: Tensor, q: Tensor) -> Tensor:
 
 def _alert_not_deterministic(plan: Plan) -> None:
     """Captured gradients are added with atomics in the kernels: says so as torch does for its own kernels."""
-    if plan.backend != "triton" or not torch.are_deterministic_algorithms_enabled():
+    if plan.backend != "triton" or not must_be_deterministic(plan.options):
         return
+    asked = (
+        "kernel_options={'deterministic': True}"
+        if plan.options.deterministic
+        else "'torch.use_deterministic_algorithms(True)'"
+    )
     message = (
         "flex_attention's gradient of captured tensors does not have a deterministic implementation in the kernels, but "
-        "you set 'torch.use_deterministic_algorithms(True)'. Try: kernel_options={'BACKEND': 'TORCH'}"
+        f"you set {asked}. Try: kernel_options={{'BACKEND': 'TORCH'}}"
     )
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
+    if plan.options.deterministic or not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(message)
     settings.warn_once("deterministic captured gradients", message)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_backward_tiles, hopper_tiles, why_not
+from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_backward_tiles, hopper_gradient_tiles, hopper_tiles, why_not
 from flexattn.codegen.spec import (
+    BY_COLUMN,
     KernelSpec,
     TensorLayout,
     any_wide,
@@ -30,10 +31,14 @@ from flexattn.errors import OptionError, UnsupportedError
 from flexattn.runtime import autotune
 from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
+from flexattn.runtime.options import must_be_deterministic
 from flexattn.runtime.plan import Needs, Plan, Problem
 
 _FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
+# What makes gradients, in order of preference.
+FUSED, APART, PORTABLE = ("hopper_backward",), ("hopper_query_gradient", "hopper_key_gradients"), ("dq", "dkdv")
 _FUSED_BACKWARD = True  # whether calls may take the fused backward; tests pair it with the portable kernels
+_HOPPER_HEADS = "it takes more than 32 queries and head dimensions from 33 to 256"
 _NOT_BUILT = "no configuration of the kernel for Hopper could be built"
 
 
@@ -110,7 +115,7 @@ def forget_hopper(problem: Problem, plan: Plan) -> None:
 def backward_kernels(
     problem: Problem, plan: Plan, d_out: TensorLayout, needs: Needs, target: Target | None = None
 ) -> tuple[tuple[str, ...], str]:
-    """Which kernels make the gradients of a call, ('hopper_backward',) or ('dq', 'dkdv'), and why, for people.
+    """Which kernels make the gradients of a call, FUSED, APART or PORTABLE, and why, for people.
 
     Args:
         problem, plan: One call.
@@ -118,16 +123,20 @@ def backward_kernels(
         needs: Whether q, k, v and each captured tensor needs a gradient. The latter are dq's to make, whatever makes the others.
         target: Another device than the call's, for people.
     """
-    reason = _why_two_this_time(needs)
-    if reason is None and target is not None:
-        reason = _why_two_kernels(problem, plan, target, d_out)
-    elif reason is None:
-        key = _fused_key(problem, d_out)
-        found: tuple[str | None] | None = plan.memo.get(key)
+    if target is not None:
+        reasons = _why_not_hopper(problem, plan, target, d_out)
+    else:
+        key = _hopper_key(problem, d_out)
+        found: _Reasons | None = plan.memo.get(key)
         if found is None:
-            found = plan.memo[key] = (_why_two_kernels(problem, plan, devices.target_for(problem.q.device), d_out),)
-        reason = found[0]
-    return (("hopper_backward",), "this is Hopper") if reason is None else (("dq", "dkdv"), reason)
+            found = plan.memo[key] = _why_not_hopper(problem, plan, devices.target_for(problem.q.device), d_out)
+        reasons = found
+    why_not_fused = reasons.fused or _why_not_fused_this_time(problem, needs)
+    if why_not_fused is None:
+        return FUSED, "this is Hopper"
+    if reasons.apart is None:
+        return APART, f"this is Hopper; two kernels, not one: {why_not_fused}"
+    return PORTABLE, reasons.apart
 
 
 def likely_backward_kernels(problem: Problem, plan: Plan, target: Target | None = None) -> tuple[tuple[str, ...], str]:
@@ -138,44 +147,54 @@ def likely_backward_kernels(problem: Problem, plan: Plan, target: Target | None 
     return backward_kernels(problem, plan, d_out, needs, target)
 
 
-def _why_two_this_time(needs: Needs) -> str | None:
-    """Why the backward kernel for Hopper is not taken, by what may be different in each call of a plan."""
+class _Reasons(NamedTuple):
+    """Why the backward kernels for Hopper, the one and the two, cannot serve calls of a plan; None where they can."""
+
+    fused: str | None
+    apart: str | None
+
+
+def _why_not_fused_this_time(problem: Problem, needs: Needs) -> str | None:
+    """Why the fused backward is not taken, by what may be different in each call of a plan."""
     if not all(needs[:3]):
         return "it makes all three gradients, and not all are needed"
-    if torch.are_deterministic_algorithms_enabled():
-        return "it adds to query's gradient in no fixed order, and torch.use_deterministic_algorithms is on"
+    if must_be_deterministic(problem.options):
+        return "it adds to query's gradient in no fixed order, and gradients must be deterministic"
     return None
 
 
-def _why_two_kernels(problem: Problem, plan: Plan, target: Target, d_out: TensorLayout) -> str | None:
-    """Why the backward kernel for Hopper cannot serve a call on a device, or None where it can."""
-    if not _FUSED_BACKWARD:
-        return "the fused one is switched off"
+def _why_not_hopper(problem: Problem, plan: Plan, target: Target, d_out: TensorLayout) -> _Reasons:
     if problem.options.warp_specialized is False:
-        return "given by kernel_options"
+        return _Reasons(*("given by kernel_options",) * 2)
     if target.arch != 90:
-        return _not_hopper(target)
-    if any(is_fixed(kernel, _backward_options(problem)) for kernel in ("dq", "dkdv")):
-        return "kernel_options fixes tiles of the portable kernels"
-    tiles = fused_tiles_on(problem, plan, target)
-    if not tiles:
-        return "it takes more than 32 queries and head dimensions that are all from 33 to 64, or all from 65 to 128"
-    return _why_not_these(problem, plan, "hopper_backward", target, tiles, d_out)
+        return _Reasons(*(_not_hopper(target),) * 2)
+    if any(is_fixed(kernel, _backward_options(problem)) for kernel in PORTABLE):
+        return _Reasons(*("kernel_options fixes tiles of the portable kernels",) * 2)
+    whys = []
+    for kernel in (*FUSED, *APART):
+        tiles = gradient_tiles_on(problem, plan, kernel, target)
+        heads = "heads are too wide for one kernel, or query's and value's are not padded alike"
+        none = heads if kernel in FUSED else _HOPPER_HEADS
+        whys.append(_why_not_these(problem, plan, kernel, target, tiles, d_out) if tiles else none)
+    fused = whys[0] if _FUSED_BACKWARD else "it is switched off"
+    return _Reasons(fused, next((why for why in whys[1:] if why is not None), None))
 
 
-def fused_tiles_on(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
-    """Tiles of the backward kernel for Hopper on a device, best first, whatever the mask; none where it cannot serve."""
+def gradient_tiles_on(problem: Problem, plan: Plan, kernel: str, target: Target) -> tuple[TileConfig, ...]:
+    """Tiles of a backward kernel for Hopper on a device, best first, whatever the mask; none where it cannot serve."""
     (_, _, q_len, qk_dim), v_dim = problem.q.shape, problem.v.shape[3]
-    return hopper_backward_tiles(target, qk_dim=qk_dim, v_dim=v_dim, q_len=q_len, programs=(plan.score, plan.mask))
+    facts: dict[str, Any] = {"qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len, "programs": (plan.score, plan.mask)}
+    return hopper_backward_tiles(target, **facts) if kernel in FUSED else hopper_gradient_tiles(kernel, target, **facts)
 
 
-def forget_fused_backward(problem: Problem, plan: Plan, d_out: TensorLayout) -> None:
-    """Remembers that it could not be built for calls like this one."""
-    plan.memo[_fused_key(problem, d_out)] = (_NOT_BUILT,)
+def forget_hopper_backward(problem: Problem, plan: Plan, d_out: TensorLayout, kernels: tuple[str, ...]) -> None:
+    """Remembers that these kernels could not be built for calls like this one."""
+    key = _hopper_key(problem, d_out)
+    plan.memo[key] = plan.memo[key]._replace(**{"fused" if kernels == FUSED else "apart": _NOT_BUILT})
 
 
-def _fused_key(problem: Problem, d_out: TensorLayout) -> tuple[Any, ...]:
-    return ("fused backward", _FUSED_BACKWARD, _group(problem, "hopper_backward"), _fact_key(problem, d_out))
+def _hopper_key(problem: Problem, d_out: TensorLayout) -> tuple[Any, ...]:
+    return ("hopper backward", _FUSED_BACKWARD, _group(problem, "hopper_backward"), _fact_key(problem, d_out))
 
 
 def why_portable(problem: Problem, plan: Plan, target: Target) -> str | None:
@@ -186,7 +205,7 @@ def why_portable(problem: Problem, plan: Plan, target: Target) -> str | None:
         return "kernel_options fixes tiles of the portable kernel"
     tiles = tiles_on_hopper(problem, plan, target)
     if not tiles:
-        return "it takes more than 32 queries and head dimensions from 33 to 256"
+        return _HOPPER_HEADS
     return _why_not_these(problem, plan, "hopper_forward", target, tiles, None)
 
 
@@ -243,7 +262,7 @@ def tiles_of(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, str
 
     Args:
         problem, plan: One call.
-        kernel: 'forward', 'dq', 'dkdv' or 'hopper_backward'.
+        kernel: 'forward', or one of FUSED, APART or PORTABLE.
     """
     configs = legal_tiles(problem, plan, kernel)
     if is_fixed(kernel, _tile_options(problem, kernel)):
@@ -300,7 +319,7 @@ def _likely_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
     if kernel in _FORWARD:
         return {**kernel_facts(problem, plan), "want_max": problem.want_max}
     facts = kernel_facts(problem, plan, fresh_layout(problem.q.dtype, problem.v.shape[3]))
-    if kernel == "hopper_backward":
+    if kernel in (*FUSED, *APART):
         return facts
     if kernel == "dq":
         slots = tuple(i for i, c in enumerate(problem.captures) if c.requires_grad)
@@ -343,8 +362,8 @@ def _listed(
     """What a rule of tile_config (`candidates` or `trials`) says for this call, whatever its mask."""
     if kernel == "hopper_forward":
         return tiles_on_hopper(problem, plan, devices.target_for(problem.q.device))
-    if kernel == "hopper_backward":
-        return fused_tiles_on(problem, plan, devices.target_for(problem.q.device))
+    if kernel in (*FUSED, *APART):
+        return gradient_tiles_on(problem, plan, kernel, devices.target_for(problem.q.device))
     return rule(kernel, **_tile_facts(problem, plan, kernel))
 
 
@@ -399,19 +418,22 @@ def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) 
 def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
     """Lengths and (batch, head) pairs of programs, as autotuning tells them apart."""
     q, k = problem.q, problem.k
-    pairs = k.shape[0] * k.shape[1] if kernel in ("dkdv", "hopper_backward") else q.shape[0] * q.shape[1]
+    pairs = k.shape[0] * k.shape[1] if kernel in BY_COLUMN else q.shape[0] * q.shape[1]
     return autotune.size_class(q.shape[2], k.shape[2], pairs)
 
 
 __all__ = [
+    "APART",
+    "FUSED",
+    "PORTABLE",
     "Chosen",
     "backward_kernels",
     "bound",
     "choose",
-    "forget_fused_backward",
     "forget_hopper",
+    "forget_hopper_backward",
     "forward_kernel",
-    "fused_tiles_on",
+    "gradient_tiles_on",
     "kernel_facts",
     "legal_tiles",
     "likely_backward_kernels",

@@ -207,8 +207,8 @@ def _backward_tiles(problem: Problem, plan: Plan) -> Iterator[str]:
         return
     runs_here = plan.backend == "triton"
     kernels, why = choose.likely_backward_kernels(problem, plan, None if runs_here else target_of(90))
-    is_fused = kernels == ("hopper_backward",)
-    yield f"  backward: {_is_for_hopper(is_fused)}: {why if runs_here or not is_fused else 'it serves this call'}"
+    serves = kernels != choose.PORTABLE
+    yield f"  backward: {_is_for_hopper(serves)}: {why if runs_here or not serves else 'it serves this call'}"
     if not runs_here:
         return
     if any(c.requires_grad for c in problem.captures):
@@ -238,7 +238,9 @@ def _tiles(config: TileConfig, kernel: str) -> str:
     if kernel == "hopper_forward":
         looking = " and a looking" if role_rows(config) > WARPGROUP_ROWS else ""
         work = f"{config.BLOCK_M // WARPGROUP_ROWS} warpgroups, a copying{looking} warp, 2 buffers"
-    elif kernel == "hopper_backward":
+    elif kernel in choose.APART:
+        work = "2 warpgroups, a copying warp, 2 buffers"
+    elif kernel in choose.FUSED:
         work = f"{config.BLOCK_N // WARPGROUP_ROWS} warpgroups, a copying and 2 adding warps, 2 buffers"
     else:
         work = f"{config.num_warps} warps, {config.num_stages} stages"

@@ -14,18 +14,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.spec import KernelSpec, TensorLayout, capture_layout, fresh_layout, tensor_layout, wide_number
+from flexattn.codegen.spec import (
+    BY_COLUMN,
+    KernelSpec,
+    TensorLayout,
+    capture_layout,
+    fresh_layout,
+    tensor_layout,
+    wide_number,
+)
 from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.errors import CompileError
 from flexattn.runtime import device as devices
 from flexattn.runtime import settings
 from flexattn.runtime.choose import (
+    APART,
+    FUSED,
+    PORTABLE,
     Chosen,
     backward_kernels,
     bound,
     choose,
-    forget_fused_backward,
     forget_hopper,
+    forget_hopper_backward,
     forward_kernel,
     likely_backward_kernels,
     likely_tiles,
@@ -39,7 +50,7 @@ if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
 
 _LINE_LIMIT = (1 << 31) - 1
-_FUSED_ROWS = 128  # the fused backward's statistics come in multiples of these, which all of its query tiles divide
+_STATISTICS = 128  # of rows come in multiples of these for Hopper, which all query tiles of its kernels divide
 
 
 # ---------------------------------------------------------------- public
@@ -101,14 +112,14 @@ def backward(
             d_out = d_out.clone(memory_format=torch.contiguous_format)
         if out.stride(3) != 1:  # out follows query's order of dimensions, and the last one may not be innermost there
             out = out.contiguous()
-        kernels, _ = backward_kernels(problem, plan, tensor_layout(d_out), needs)
-        if kernels == ("hopper_backward",):
+        while (kernels := backward_kernels(problem, plan, tensor_layout(d_out), needs)[0]) != PORTABLE:
             try:
-                common = run_delta(problem, plan, out, lse, d_out, d_lse, _fused_rows(out.shape[2]))
-                results = run_fused(problem, plan, common)
+                common = run_delta(problem, plan, out, lse, d_out, d_lse, _whole_rows(out.shape[2]))
+                run = run_fused if kernels == FUSED else run_apart
+                results = run(problem, plan, common, needs)
                 return (*results, run_dq(problem, plan, common, False, need_captures)[1])
             except CompileError:
-                forget_fused_backward(problem, plan, tensor_layout(d_out))
+                forget_hopper_backward(problem, plan, tensor_layout(d_out), kernels)
         common = run_delta(problem, plan, out, lse, d_out, d_lse)
         dq, sums = run_dq(problem, plan, common, need_q, need_captures)
         dk, dv = run_dkdv(problem, plan, common, need_k, need_v)
@@ -153,7 +164,7 @@ def _build_ahead(problem: Problem, plan: Plan, kernels: Sequence[str]) -> None:
         translated = build_ahead(spec, device)
         if kernel == kernels[0]:
             translated.wait()
-        if kernel in _BACKWARD:
+        if kernel in (*FUSED, *APART, *PORTABLE):
             build_ahead(_delta_spec(spec.v_dim, problem.q.dtype, spec.layouts[3], False, device), device)
         if kernel == "hopper_backward":
             build_ahead(_dq_spec(spec, problem.q), device)
@@ -161,7 +172,7 @@ def _build_ahead(problem: Problem, plan: Plan, kernels: Sequence[str]) -> None:
 
 def _make_tables(problem: Problem, plan: Plan, mask: BlockMask, kernels: Sequence[str]) -> None:
     tiles = [(kernel, config) for kernel in dict.fromkeys(kernels) for config in likely_tiles(problem, plan, kernel)]
-    prepare_tables(problem, mask, tuple(dict.fromkeys(_cut(config, kernel in _BY_COLUMN) for kernel, config in tiles)))
+    prepare_tables(problem, mask, tuple(dict.fromkeys(_cut(config, kernel in BY_COLUMN) for kernel, config in tiles)))
 
 
 def _with_unit_strides(problem: Problem) -> Problem:
@@ -183,8 +194,6 @@ def _with_unit_strides(problem: Problem) -> Problem:
 
 
 # ---------------------------------------------------------------- launches that are ready
-_BACKWARD = ("dq", "dkdv", "hopper_backward")
-_BY_COLUMN = ("dkdv", "hopper_backward")  # kernels that walk the queries of a tile of keys
 _EACH_CALL = ("caps", "sums", "batch_step", "head_step")  # arguments that follow tensors and values, not sizes
 
 
@@ -205,7 +214,7 @@ def _run(
 
     Args:
         problem, plan: One call.
-        kernel: 'forward', of which there are two, 'dq', 'dkdv' or 'hopper_backward'.
+        kernel: 'forward', of which there are two, or one that makes gradients.
         start: Allocates results and starts the launch it is given.
         fixed: Makes the arguments that this kernel has beside those of every kernel, as far as they are sizes.
         key: What `fixed` rests on beside the sizes of q, k and v.
@@ -250,13 +259,13 @@ def _forward_ready(problem: Problem, plan: Plan, make: Callable[[str], Ready]) -
 
 def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, Any]) -> Ready:
     q, k, config = problem.q, problem.k, chosen.config
-    is_transposed = kernel in _BY_COLUMN
+    is_transposed = kernel in BY_COLUMN
     pairs = k.shape[0] * k.shape[1] if is_transposed else q.shape[0] * q.shape[1]
     length, tile = (k.shape[2], config.BLOCK_N) if is_transposed else (q.shape[2], config.BLOCK_M)
     lines = -(-length // tile)
     walk = {"pairs": pairs, "lines": lines, "swizzle": _swizzle(problem, pairs, lines, is_transposed)}
-    if kernel == "hopper_backward":
-        walk["q_tiles"] = _fused_rows(q.shape[2]) // config.BLOCK_M
+    if kernel in (*FUSED, *APART) and is_transposed:
+        walk["q_tiles"] = _whole_rows(q.shape[2]) // config.BLOCK_M
     # its programs take tiles until none is left
     at_once = chosen.spec.target.processors if kernel == "hopper_forward" else _LINE_LIMIT
     launch = chosen.kernel.fix(min(pairs * lines, at_once), {**arguments, **walk}, changing=_EACH_CALL)
@@ -381,14 +390,14 @@ def _delta_spec(
     )  # fmt: skip
 
 
-def run_fused(problem: Problem, plan: Plan, common: Common) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv by one kernel and its post-pass.
+def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, of which all are needed, by one kernel and its post-pass.
 
     Raises:
         CompileError: No configuration could be built.
     """
     q, k, v = problem.q, problem.k, problem.v
-    rows = q.shape[0] * q.shape[1] * _fused_rows(q.shape[2])
+    rows = q.shape[0] * q.shape[1] * _whole_rows(q.shape[2])
     k_order, v_order = _unit_order(k), _unit_order(v)
 
     def start(ready: Ready) -> tuple[Tensor, Tensor, Tensor]:
@@ -405,8 +414,41 @@ def run_fused(problem: Problem, plan: Plan, common: Common) -> tuple[Tensor, Ten
     return result
 
 
-def _fused_rows(q_len: int) -> int:
-    return -(-q_len // _FUSED_ROWS) * _FUSED_ROWS
+def run_apart(
+    problem: Problem, plan: Plan, common: Common, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dq by one kernel for Hopper, dk and dv by another, each where it is needed.
+
+    Raises:
+        CompileError: No configuration could be built.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    k_order, v_order = _unit_order(k), _unit_order(v)
+
+    def start_query(ready: Ready) -> Tensor:
+        dq = torch.empty_permuted(q.shape, _unit_order(q), dtype=q.dtype, device=q.device)
+        ready.launch({**common.arguments, **_table(problem, ready), "DQ": dq}, device=q.device)
+        return dq
+
+    def start_key(ready: Ready) -> tuple[Tensor, Tensor]:
+        dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
+        dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
+        ready.launch({**common.arguments, **_table(problem, ready), "DK": dk, "DV": dv}, device=q.device)
+        return dk, dv
+
+    dq = dk = dv = None
+    of_query, of_keys = APART
+    if needs[0]:
+        fixed: Callable[[], dict[str, Any]] = lambda: {"row_step": common.row_step}
+        dq = _run(problem, plan, of_query, start_query, fixed, (_unit_order(q), common.row_step), common=common)
+    if needs[1] or needs[2]:
+        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0}  # no sums of dq
+        dk, dv = _run(problem, plan, of_keys, start_key, fixed, (k_order, v_order), common=common)
+    return dq, dk if needs[1] else None, dv if needs[2] else None
+
+
+def _whole_rows(q_len: int) -> int:
+    return -(-q_len // _STATISTICS) * _STATISTICS
 
 
 def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tensor:
@@ -418,7 +460,7 @@ def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tens
     launch = known.get(key)
     if launch is None:
         _, kernel = first_that_builds([_dq_spec(spec, q)], q.device)
-        pairs, lines = q.shape[0] * q.shape[1], _fused_rows(q.shape[2]) // spec.config.BLOCK_M
+        pairs, lines = q.shape[0] * q.shape[1], _whole_rows(q.shape[2]) // spec.config.BLOCK_M
         fixed = {
             "dq_strides": dq.stride(), "scale": float(problem.scale), "q_heads": q.shape[1], "q_len": q.shape[2], "pairs": pairs,
             "lines": lines,

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
+import torch
+
 from flexattn.errors import CallError, OptionError
 from flexattn.runtime import settings
 
@@ -55,6 +57,7 @@ class FlexKernelOptions(TypedDict, total=False):
     strict_nan: bool
     autotune: bool
     warp_specialized: bool
+    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class KernelOptions:
         autotune: time this call's legal tiles once and keep the fastest; `FLEXATTN_AUTOTUNE=1` where the call says nothing.
         warp_specialized: whether the forward runs the kernel for Hopper whose warps have roles; None leaves the choice, False the
             portable kernels in both directions.
+        deterministic: gradients have the same bits in every run, as under `torch.use_deterministic_algorithms(True)`.
     """
 
     backend: str = "AUTO"
@@ -94,13 +98,14 @@ class KernelOptions:
     strict_nan: bool = False
     autotune: bool = False
     warp_specialized: bool | None = None
+    deterministic: bool = False
 
 
 DEFAULT = KernelOptions()
 _AUTOTUNED = KernelOptions(autotune=True)
 _TILE_KEYS = tuple(f.name for f in fields(TileOptions))
 _POWER_OF_TWO = frozenset(_TILE_KEYS) - {"num_stages"}
-_SWITCHES = ("strict_nan", "autotune", "warp_specialized")  # True or False, for both directions
+_SWITCHES = ("strict_nan", "autotune", "warp_specialized", "deterministic")  # True or False, for both directions
 _OURS = ("BACKEND", *_SWITCHES)
 # Known to torch, without an effect on these kernels; each reason ends up in a warning shown once.
 _HARMLESS = {
@@ -126,7 +131,8 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
     """Checks a kernel_options dictionary.
 
     Args:
-        kernel_options: torch's keys, and ours ('strict_nan', 'autotune', 'warp_specialized', BACKEND='TORCH'); None means all defaults.
+        kernel_options: torch's keys, and ours ('strict_nan', 'autotune', 'warp_specialized', 'deterministic', BACKEND='TORCH'); None
+            means all defaults.
     Returns: KernelOptions.
     Raises:
         CallError: not a dictionary.
@@ -170,7 +176,13 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
         warp_specialized=_switch(kernel_options, "warp_specialized", default=False)
         if "warp_specialized" in kernel_options
         else None,
+        deterministic=_switch(kernel_options, "deterministic", default=False),
     )
+
+
+def must_be_deterministic(options: KernelOptions) -> bool:
+    """Whether a call's gradients must have the same bits in every run: by its own options, or torch's switch for everything."""
+    return options.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _split(key: Any, forward: dict[str, int], backward: dict[str, int]) -> tuple[str, tuple[dict[str, int], ...]]:
@@ -240,5 +252,6 @@ __all__ = [
     "KernelOptions",
     "ReservedOptionError",
     "TileOptions",
+    "must_be_deterministic",
     "parse_options",
 ]

@@ -14,7 +14,7 @@ import triton
 
 from flexattn import mods
 from flexattn.codegen.emit import emit
-from flexattn.codegen.hopper_tiles import hopper_backward_tiles, why_not
+from flexattn.codegen.hopper_tiles import hopper_backward_tiles, hopper_gradient_tiles, why_not
 from flexattn.codegen.leaves import has_slope
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import target_of
@@ -114,6 +114,47 @@ def test_the_pass_that_turns_sums_into_dq(dim: int, dtype: str) -> None:
     _, used = compile_and_measure(plain)
     assert used.spills == 0 and used.registers <= 128, used
     assert used.shared <= plain.target.shared_bytes // 2, "less than two programs a multiprocessor"
+
+
+# ---------------------------------------------------------------- the two kernels that share a backward
+APART = ("hopper_query_gradient", "hopper_key_gradients")
+LATER = 0 if triton.__version__.startswith("3.6.") else 2  # accesses to spilled registers in a loop
+
+
+def _check_apart(
+    kernel: str, dims: tuple[int, int], leaf: str, in_loops: int = 0, spills: int = 64, **fields: object
+) -> None:
+    programs = [t and t.program for t in LEAVES[leaf]]
+    listed = hopper_gradient_tiles(kernel, target_of(90), qk_dim=dims[0], v_dim=dims[1], q_len=4096, programs=programs)
+    spec = replace(
+        spec_of(kernel, arch=90, dim=dims[0], v_dim=dims[1], config=listed[0], leaves=LEAVES[leaf]), **fields
+    )
+    text, used = compile_and_measure(spec)
+    assert why_not(spec) is None
+    assert used.shared <= spec.target.shared_bytes
+    assert used.notes == (), "the assembler serialises wgmma"
+    assert used.registers == 168
+    loops = loops_of(used.binary)
+    assert len(loops) == 4, "two warpgroups, partial and full tiles"
+    assert max(map(spilled_in, loops)) <= in_loops and used.spills <= spills, used
+    taken = {int(n) for n in re.findall(r"bar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", text)}
+    assert not taken & {*range(6, 10), 14, 15}, "a named barrier of the skeleton is one of Triton's"
+    assert "cp.reduce.async.bulk" not in text and "red." not in text, "no program adds to another's result"
+
+
+@pytest.mark.parametrize("kernel", APART)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (128, 128)])
+def test_two_kernels(dims: tuple[int, int], kernel: str) -> None:
+    _check_apart(kernel, dims, "causal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", APART)
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (128, 256), (64, 128), (128, 128), (64, 64)])
+def test_every_leaf_of_two_kernels(dims: tuple[int, int], leaf: str, kernel: str) -> None:
+    few = leaf in ("none", "causal", "window", "softcap", "alibi")
+    _check_apart(kernel, dims, leaf, in_loops=LATER if few else 20, spills=64 if few else 256)
 
 
 @pytest.mark.slow

@@ -48,6 +48,13 @@ def test_it_serves_half_types_of_head_dims_up_to_128() -> None:
     assert not _is_taken(_inputs(length=20))
 
 
+@pytest.mark.parametrize("needs", [(False, True, True, ()), (True, True, False, ()), (True, False, False, ())])
+def test_two_kernels_serve_where_not_all_gradients_are_needed(needs: Any) -> None:
+    problem, plan = prepare(_inputs(), None, (None, CAUSAL), options=None, enable_gqa=True)
+    kernels, why = choose.backward_kernels(problem, plan, fresh_layout(torch.bfloat16, 128), needs)
+    assert kernels == choose.APART and "not all are needed" in why
+
+
 def test_it_serves_where_all_three_gradients_are_needed() -> None:
     assert not _is_taken(_inputs(), (False, True, True, ())) and not _is_taken(_inputs(), (True, True, False, ()))
     assert _is_taken(_inputs(), (True, True, True, (True,)))
@@ -60,6 +67,9 @@ def test_not_where_additions_must_have_an_order_or_tiles_are_given() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert not _is_taken(_inputs(), options={"bwd_BLOCK_M1": 64})
+    assert not _is_taken(_inputs(), options={"deterministic": True}) and _is_taken(
+        _inputs(), options={"deterministic": False}
+    )
 
 
 def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
@@ -80,9 +90,10 @@ def test_tiles_of_narrow_heads_leave_room_for_leaves() -> None:
     "qkv, needs, options, words",
     [
         (_inputs(), ALL, {"warp_specialized": False}, "given by kernel_options"),
-        (_inputs(), (True, False, True, ()), {}, "not all are needed"),
         (_inputs(), ALL, {"bwd_BLOCK_M2": 64}, "fixes tiles"),
-        (_inputs(dim=256), ALL, {}, "head dimensions"),
+        (_inputs(dim=32), ALL, {}, "head dimensions from 33"),
+        (_inputs(dim=256), ALL, {"warp_specialized": False}, "given by kernel_options"),
+        (tuple(x[..., 1:] for x in _inputs(dim=193)), ALL, {}, "aligned to 16 bytes"),
         (_inputs(length=32), ALL, {}, "more than 32 queries"),
         (_inputs(dtype=torch.float32), ALL, {}, "bfloat16 and float16"),
         (tuple(x[..., 1:] for x in _inputs(dim=65)), ALL, {}, "aligned to 16 bytes"),
@@ -107,10 +118,30 @@ def test_what_depends_on_the_run_or_the_device_is_said_too(monkeypatch: pytest.M
         assert "no fixed order" in reason()
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(100))
-    assert "this is sm_100" in reason()
     monkeypatch.setattr(choose, "_FUSED_BACKWARD", False)
     assert "switched off" in reason()
+    monkeypatch.setattr(choose.devices, "target_for", lambda device: target_of(100))
+    assert "this is sm_100" in reason()
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (128, 256), (64, 128)])
+@pytest.mark.parametrize("needs", [ALL, (True, False, False, ()), (False, True, True, ())])
+def test_two_kernels_serve_wider_heads_and_those_that_differ(dims: tuple[int, int], needs: Any) -> None:
+    q, k = (torch.zeros(2, 3, n, dims[0], dtype=torch.bfloat16, requires_grad=True) for n in (300, 500))
+    v = torch.zeros(2, 3, 500, dims[1], dtype=torch.bfloat16, requires_grad=True)
+    problem, plan = prepare((q, k, v), None, (None, CAUSAL), options=None)
+    d_out = fresh_layout(torch.bfloat16, dims[1])
+    kernels, why = choose.backward_kernels(problem, plan, d_out, needs)
+    assert kernels == choose.APART and why.startswith("this is Hopper; two kernels, not one: ")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose.backward_kernels(problem, plan, d_out, needs)[0] == choose.APART
+    finally:
+        torch.use_deterministic_algorithms(False)
+    choose.forget_hopper_backward(problem, plan, d_out, choose.APART)
+    kernels, why = choose.backward_kernels(problem, plan, d_out, needs)
+    assert kernels == choose.PORTABLE and "could be built" in why
+    plan.memo.clear()
 
 
 def test_list_masks_keep_their_blocks() -> None:
@@ -118,26 +149,29 @@ def test_list_masks_keep_their_blocks() -> None:
     lists = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, mask_mod=CAUSAL, BLOCK_SIZE=32)
     qkv = tuple(torch.zeros(1, 1, 320, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     kernels, why = choose.likely_backward_kernels(*prepare(qkv, None, (lists, None), options=None))
-    assert kernels == ("dq", "dkdv") and "do not divide the block mask's BLOCK_SIZE: 128x128, 64x128" in why
+    assert kernels == ("dq", "dkdv") and "do not divide the block mask's BLOCK_SIZE: 128x128, 128x64" in why
 
 
 def test_what_could_not_be_built_is_not_tried_again() -> None:
     problem, plan = prepare(_inputs(), None, (None, CAUSAL), options=None, enable_gqa=True)
     d_out = fresh_layout(torch.bfloat16, 128)
     assert choose.backward_kernels(problem, plan, d_out, ALL)[0] == ("hopper_backward",)
-    choose.forget_fused_backward(problem, plan, d_out)
-    kernels, why = choose.backward_kernels(problem, plan, d_out, ALL)
-    assert kernels == ("dq", "dkdv") and "could be built" in why
+    for tried, left in ((choose.FUSED, choose.APART), (choose.APART, choose.PORTABLE)):
+        choose.forget_hopper_backward(problem, plan, d_out, tried)
+        kernels, why = choose.backward_kernels(problem, plan, d_out, ALL)
+        assert kernels == left and "could be built" in why
     plan.memo.clear()
 
 
 def test_explain_says_which_kernels_and_why() -> None:
     q, k, v = (torch.zeros(1, 2, 64, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
     assert "backward: the kernel for Hopper: it serves this call" in explain(q, k, v)
-    assert "backward: not the kernel for Hopper: it makes all three" in explain(q, k.detach(), v)
+    assert "backward: the kernel for Hopper: it serves this call" in explain(q, k.detach(), v)
     assert "backward:" not in explain(q.detach(), k.detach(), v.detach())
     wide = torch.zeros(1, 2, 64, 256, dtype=torch.float16, requires_grad=True)
-    assert "backward: not the kernel for Hopper: it takes" in explain(wide, wide, wide)
+    assert "backward: the kernel for Hopper: it serves this call" in explain(wide, wide, wide)
+    small = torch.zeros(1, 2, 64, 32, dtype=torch.float16, requires_grad=True)
+    assert "backward: not the kernel for Hopper: it takes" in explain(small, small, small)
     table = torch.zeros(64, 64, requires_grad=True)
     problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[i, j], (None, None), options=None)
     lines = list(explain_module._backward_tiles(problem, dataclasses.replace(plan, backend="triton", memo={})))
@@ -146,10 +180,8 @@ def test_explain_says_which_kernels_and_why() -> None:
     assert lines[2].startswith("  dq: tiles ") and len(lines) == 3
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
-@pytest.mark.parametrize("dim, tile", [(128, 64), (96, 64), (64, 128)])
-def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled kernels are replaced by ones that note how they are started."""
+def _started(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What kernels are started with from now on; in place of compiled ones."""
     pytest.importorskip("triton.experimental.gluon")
     started: dict[str, dict[str, Any]] = {}
 
@@ -166,6 +198,13 @@ def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.M
 
     monkeypatch.setattr(compiling, "build", build)
     compiling.clear()
+    return started
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+@pytest.mark.parametrize("dim, tile", [(128, 64), (96, 64), (64, 128)])
+def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = _started(monkeypatch)
     q, k, v = _inputs(dim)
     table = torch.zeros(6, requires_grad=True)
     problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[h], (None, CAUSAL), enable_gqa=True)
@@ -186,3 +225,41 @@ def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.M
     assert started["dq"]["row_step"] == 384  # the table's gradient, over the same statistics
     assert started["delta"]["row_step"] == 384 and started["delta"]["lines"] * launch.delta_config(pad).BLOCK_M == 384
     assert started["hopper_dq"]["programs"] == rows // tile
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+@pytest.mark.parametrize(
+    "needs", [(True, True, True, (True,)), (True, False, False, (False,)), (False, False, True, (False,))]
+)
+@pytest.mark.parametrize("dims, pads, keys", [((192, 128), (256, 128), 64), ((96, 96), (128, 128), 128)])
+def test_launches_of_the_two_kernels_have_every_argument(
+    dims: tuple[int, int], pads: tuple[int, int], keys: int, needs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_FUSED_BACKWARD", False)
+    started = _started(monkeypatch)
+    q, k = (
+        torch.zeros(2, heads, n, dims[0], dtype=torch.bfloat16, requires_grad=True) for heads, n in ((6, 300), (3, 500))
+    )
+    v = torch.zeros(2, 3, 500, dims[1], dtype=torch.bfloat16, requires_grad=True)
+    table = torch.zeros(6, requires_grad=needs[3][0])
+    problem, plan = prepare((q, k, v), lambda s, b, h, i, j: s + table[h], (None, CAUSAL), enable_gqa=True)
+    plan.memo.clear()
+    out, lse = torch.zeros(2, 6, 300, dims[1], dtype=torch.bfloat16), torch.zeros(q.shape[:3])
+    *grads, sums = launch.backward(problem, plan, out, lse, torch.zeros_like(out), None, needs)
+    compiling.clear()
+    plan.memo.clear()
+    assert [g is not None for g in grads] == list(needs[:3]) and (sums[0] is not None) == needs[3][0]
+    assert started.keys() - {"delta"} == {
+        *(["hopper_query_gradient"] if needs[0] else []),
+        *(["hopper_key_gradients"] if needs[1] or needs[2] else []),
+        *(["dq"] if needs[3][0] else []),
+    }
+    if needs[0]:
+        given = started["hopper_query_gradient"]
+        assert given["programs"] == 2 * 6 * 3 and given["row_step"] == 384 and given["DQ"].base is grads[0]
+        assert given["Q"].block_shape == given["DQ"].block_shape == [1, 1, 64, pads[0]]
+        assert given["V"].block_shape == [1, 1, keys, pads[1]]
+    if needs[2]:
+        given = started["hopper_key_gradients"]
+        assert given["programs"] == 2 * 3 * -(-500 // keys) and given["repeats"] == 2 and given["q_tiles"] == 384 // 64
+        assert given["DV"].base is grads[2] and given["STATS"].shape == [2, 2 * 6 * 384]

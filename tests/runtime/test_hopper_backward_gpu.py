@@ -90,7 +90,7 @@ def test_no_pattern_of_spans_hangs(dim: int) -> None:
 
 
 def _both(dim: int, length: int, monkeypatch: pytest.MonkeyPatch, **call: Any) -> list[tuple[torch.Tensor, ...]]:
-    """Gradients of the fused kernel, twice, then of the portable ones."""
+    """Gradients of the fused kernel, twice, then of the two kernels that share a backward."""
     torch.manual_seed(0)
     shape = (1, 2, length, dim)
     q, k, v = (torch.randn(shape, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -104,15 +104,15 @@ def _both(dim: int, length: int, monkeypatch: pytest.MonkeyPatch, **call: Any) -
 
 @pytest.mark.parametrize("mask", [None, mods.causal(), mods.sliding_window(1024)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_long_rows_agree_with_the_portable_kernels(dim: int, mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, portable = _both(dim, 16384, monkeypatch, mask_mod=mask)
-    for a, b, c in zip(first, second, portable):
+def test_long_rows_agree_with_the_two_kernels(dim: int, mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, apart = _both(dim, 16384, monkeypatch, mask_mod=mask)
+    for a, b, c in zip(first, second, apart):
         assert (a.double() - c.double()).norm() <= 0.005 * c.double().norm()
         assert (a.double() - b.double()).norm() <= 0.003 * c.double().norm()  # a stale sum or a race would show
     assert torch.equal(first[1], second[1]) and torch.equal(first[2], second[2])
 
 
-def test_deterministic_runs_take_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_runs_do_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         before = flexattn.stats().launches.get("hopper_backward", 0)

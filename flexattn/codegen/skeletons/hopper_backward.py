@@ -14,7 +14,8 @@ The ideas, each for one reason:
   statistics rows' log-sums and deltas come with the tiles, by the same copies; rows past the end have log-sum +inf there, which
              makes their probabilities 0.
   releases   "this buffer is free" is an arrival at a named barrier, as in the forward.
-The order of additions to dq is not the same in every run: where that is asked for, the portable kernels serve.
+The order of additions to dq is not the same in every run. Where it must be, or where dq is not wanted, the kernel leaves it out
+(WANT_DQ), and hopper_gradients.py makes it.
 """
 
 import triton
@@ -208,14 +209,11 @@ def by_query(buffer, S: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def exponents(scores, lse, block, place, sizes, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-              SLOPE: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+def exponents(scores, lse, q_idx, kv_idx, place, sizes, caps, seen, KIND: gl.constexpr, SCORE_MOD: gl.constexpr,
+              MASK_MOD: gl.constexpr, SLOPE: gl.constexpr, FOLD_SCALE: gl.constexpr):
     """(exponents of probabilities in base 2, slopes of the modified scores, or the exponents again where those are 1)."""
-    S: gl.constexpr = sums_of(BLOCK_M)
-    batch, head, kv_idx, known = place
+    batch, head, _, known = place
     q_len, kv_len, scale = sizes
-    if SCORE_MOD is not None or KIND == PARTIAL:
-        q_idx = gl.expand_dims(opaque(block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))), 0)
     if SCORE_MOD is None:
         factor = softmax.factor_of(scale, FOLD_SCALE)
         found = softmax.natural_scores(scores, scale, FOLD_SCALE) * factor
@@ -236,6 +234,16 @@ def exponents(scores, lse, block, place, sizes, caps, seen, KIND: gl.constexpr, 
             keep = kv_idx < end
         found = gl.where(keep, found, float("-inf"))
     return found, slope
+
+
+@gluon.jit
+def sloped(probs, slope, KIND: gl.constexpr, SLOPE: gl.constexpr):
+    """Probabilities times the slopes of their scores; 0 where there is no probability, whatever the slope is there."""
+    if SLOPE == BOUNDED and KIND == FULL:
+        probs = probs * slope
+    elif SLOPE != ONE:
+        probs = gl.where(probs == 0.0, 0.0, probs * slope)
+    return probs
 
 
 @gluon.jit
@@ -266,7 +274,7 @@ def issue_part(GROUP: gl.constexpr, from_group, dq, d_scores, k_tiles, QK_PAD: g
 @gluon.jit
 def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-         V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+         V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
     """One tile of queries: scores and gradients of probabilities, then dv, this warpgroup's part of dq, and dk."""
     S: gl.constexpr = sums_of(BLOCK_M)
     PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
@@ -291,36 +299,39 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
         seen = SEEN(place[0], place[1], block * BLOCK_M, columns, caps, place[3])
     scores = warpgroup_mma_wait(1, deps=[scores])
     lse = by_query(lse_buffers.index(buffer), S, BLOCK_M)
+    q_idx = gl.expand_dims(opaque(block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))), 0)
     found, slope = exponents(
-        scores, lse, block, place, sizes, caps, seen, KIND, SCORE_MOD, MASK_MOD, SLOPE, BLOCK_M, FOLD_SCALE
+        scores, lse, q_idx, place[2], place, sizes, caps, seen, KIND, SCORE_MOD, MASK_MOD, SLOPE, FOLD_SCALE
     )
     probs = gl.exp2(found)
     rounded = probs.to(q_buffers.dtype)
-    if SLOPE == BOUNDED and KIND == FULL:
-        probs = probs * slope
-    elif SLOPE != ONE:
-        probs = gl.where(probs == 0.0, 0.0, probs * slope)
+    probs = sloped(probs, slope, KIND, SLOPE)
     d_probs = warpgroup_mma_wait(0, deps=[d_probs])
     delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
     grad = score_gradient(probs, d_probs, delta, KIND == PARTIAL).to(q_buffers.dtype)
     mine = d_scores.index(turn + GROUP)
-    mine.store(grad)
+    if WANT_DQ:
+        mine.store(grad)
     grad = gl.convert_layout(grad, gl.DotOperandLayout(0, sums_of(QK_PAD), k_width=2))
     operand = gl.convert_layout(rounded, gl.DotOperandLayout(0, sums_of(V_PAD), k_width=2))
     dv = warpgroup_mma(operand, d_out, dv, is_async=True)
-    fence_async_shared()
-    barrier_arrive(EXCHANGE + turn + GROUP, 256)
-    dq = gl.zeros([64, PART], gl.float32, sums_of(PART))
-    dq = issue_part(GROUP, here + GROUP, dq, mine, k_tiles, QK_PAD, BLOCK_M, True)
-    barrier_wait(EXCHANGE + turn + 1 - GROUP, 256)
-    dq = issue_part(GROUP, here + 1 - GROUP, dq, d_scores.index(turn + 1 - GROUP), k_tiles, QK_PAD, BLOCK_M, False)
+    if WANT_DQ:
+        fence_async_shared()
+        barrier_arrive(EXCHANGE + turn + GROUP, 256)
+        dq = gl.zeros([64, PART], gl.float32, sums_of(PART))
+        dq = issue_part(GROUP, here + GROUP, dq, mine, k_tiles, QK_PAD, BLOCK_M, True)
+        barrier_wait(EXCHANGE + turn + 1 - GROUP, 256)
+        dq = issue_part(GROUP, here + 1 - GROUP, dq, d_scores.index(turn + 1 - GROUP), k_tiles, QK_PAD, BLOCK_M, False)
     dk = warpgroup_mma(grad, q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-    barrier_wait(SUM_FREE + GROUP, ADDERS)
-    seen_as(dq_parts.index(GROUP), [64, PART], register_order(PART)).store(dq)
-    fence_async_shared()
-    barrier_arrive(SUM_READY + GROUP, ADDERS)
-    dk = warpgroup_mma_wait(0, deps=[dk])
+    if WANT_DQ:
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        barrier_wait(SUM_FREE + GROUP, ADDERS)
+        seen_as(dq_parts.index(GROUP), [64, PART], register_order(PART)).store(dq)
+        fence_async_shared()
+        barrier_arrive(SUM_READY + GROUP, ADDERS)
+        dk = warpgroup_mma_wait(0, deps=[dk])
+    else:
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
     barrier_arrive(TILE_FREE + buffer, EVERYBODY)
     return dk, dv
 
@@ -328,14 +339,14 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
 @gluon.jit
 def sweep(dk, dv, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
           SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
     """Every tile of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
             dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SEEN,
-                          SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+                          SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
             at += 1
     return dk, dv, at
 
@@ -352,7 +363,7 @@ def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
 @gluon.jit
 def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
             MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-            V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+            V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
     """One warpgroup: 64 keys, from their first queries to dk and dv. Where there are no queries those are 0."""
     _, v_tiles, k_ready, v_ready = own
     kv_batch, kv_head, _, first = column
@@ -370,9 +381,9 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
             known = KNOWN(batch, head, kv_idx, caps)
         place = (batch, head, kv_idx, known)
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD,
-                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, FULL, SCORE_MOD, MASK_MOD,
-                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)  # fmt: skip
+                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
     tile = v_tiles.index(GROUP)  # only this warpgroup reads it
     write(DV, dv, tile, kv_batch, kv_head, first, V_PAD)
     together()
@@ -383,7 +394,8 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
 def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTRA, caps, scale, q_heads, group, repeats, q_len,
                               kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: gl.constexpr,
                               MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr,
-                              QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr):
+                              QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr,
+                              WANT_DQ: gl.constexpr):
     """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs.
 
     STATS [2, query pairs * q_tiles * BLOCK_M]: log-sums and deltas of rows. DQ_SUMS, 0 before: for each (batch, query head) pair and
@@ -402,8 +414,10 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
-    d_scores = gl.allocate_shared_memory(Q.dtype, [4, KEYS, BLOCK_M], D_SCORES)
-    dq_parts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * QK_PAD // 256, 128], DQ_SUMS.layout)
+    d_scores = gl.allocate_shared_memory(Q.dtype, [4 if WANT_DQ else 1, KEYS, BLOCK_M], D_SCORES)
+    dq_parts = d_scores
+    if WANT_DQ:
+        dq_parts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * QK_PAD // 256, 128], DQ_SUMS.layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -421,15 +435,24 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     table = (ROWS, EXTRA, lines, batch_step, head_step)
     steps = (q_heads, group, repeats, q_tiles)
     sizes = (q_len, kv_len, scale)
-    gl.warp_specialize([
-        (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)),
-        (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE)),
-        (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
-        (add, (0, DQ_SUMS, dq_parts, column, table, steps)),
-        (add, (1, DQ_SUMS, dq_parts, column, table, steps)),
-    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+    if WANT_DQ:
+        gl.warp_specialize([
+            (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
+            (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
+            (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
+            (add, (0, DQ_SUMS, dq_parts, column, table, steps)),
+            (add, (1, DQ_SUMS, dq_parts, column, table, steps)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
+            (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
+            (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
+        ], [4, 1], [240, 24])  # fmt: skip
 
 
 # ---------------------------------------------------------------- the post-pass
