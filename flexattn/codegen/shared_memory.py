@@ -39,7 +39,7 @@ class CapturedReads:
 class TileProblem:
     """What the choice of tiles rests on."""
 
-    kernel: str  # 'forward', 'dq' or 'dkdv'
+    kernel: str  # 'forward', 'decode', 'dq' or 'dkdv'
     target: Target
     element_bytes: int
     qk_pad: int
@@ -146,6 +146,8 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
         >>> shared_bytes(TileConfig(128, 64, 4, 3), TileProblem("forward", target_of(90), 2, 64, 64, False, 0))
         66560
     """
+    if problem.kernel == "decode":
+        return _decode_bytes(config, problem)
     sides, tile, stages = _sides(config, problem), config.BLOCK_M * config.BLOCK_N, config.num_stages
     by_registers = _by_registers(sides, config, problem)
     loop = (_register_loop if by_registers else _operand_loop)(sides, config, problem)
@@ -273,6 +275,13 @@ def _element_scratch(problem: TileProblem) -> int:
     of the tile or, as said here, all of it."""
     is_added = problem.kernel == "dq" and problem.reads.may_have_gradient
     return 4 if is_added or problem.reads.is_narrow else 0
+
+
+def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
+    """Of the decode kernel."""
+    m, n, size = config.BLOCK_M, config.BLOCK_N, problem.element_bytes
+    streamed = n * (problem.qk_pad + problem.v_pad) * size
+    return max(1, config.num_stages) * streamed + m * (n + problem.qk_pad) * size + _ROUNDING
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:

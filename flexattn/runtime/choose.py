@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.codegen.decode_tiles import decode_tiles
 from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_backward_tiles, hopper_tiles, why_not
 from flexattn.codegen.spec import (
     KernelSpec,
@@ -32,7 +33,7 @@ from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
 from flexattn.runtime.plan import Needs, Plan, Problem
 
-_FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
+_FORWARD = ("forward", "hopper_forward", "decode")  # kernels with the forward's options and facts
 _FUSED_BACKWARD = True  # whether calls may take the fused backward; tests pair it with the portable kernels
 _NOT_BUILT = "no configuration of the kernel for Hopper could be built"
 
@@ -345,7 +346,21 @@ def _listed(
         return tiles_on_hopper(problem, plan, devices.target_for(problem.q.device))
     if kernel == "hopper_backward":
         return fused_tiles_on(problem, plan, devices.target_for(problem.q.device))
+    if kernel == "decode":
+        return tiles_of_decode(problem, plan, devices.target_for(problem.q.device))
     return rule(kernel, **_tile_facts(problem, plan, kernel))
+
+
+def tiles_of_decode(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
+    """Tiles of the decode kernel on a device, best first."""
+    q, precision = problem.q, "tf32" if plan.tf32 else "ieee"
+    sizes = {"rows": _rows(problem), "element_bytes": q.element_size(), "qk_dim": q.shape[3], "v_dim": problem.v.shape[3]}
+    return decode_tiles(target, options=_tile_options(problem, "decode"), precision=precision, **sizes)
+
+
+def _rows(problem: Problem) -> int:
+    """Queries times the query heads that share a key head."""
+    return problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1])
 
 
 def _tile_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
@@ -386,6 +401,7 @@ def _group(problem: Problem, kernel: str) -> tuple[Any, ...]:
     mask, q = problem.block_mask, problem.q
     blocks = None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE
     sizes = _size_class(problem, kernel) if problem.options.autotune else ()
+    sizes = (*sizes, min(64, *autotune.size_class(_rows(problem)))) if kernel == "decode" else sizes
     return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, problem.k.shape[2] > LONG_KEYS, blocks, sizes
 
 
@@ -399,7 +415,7 @@ def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) 
 def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
     """Lengths and (batch, head) pairs of programs, as autotuning tells them apart."""
     q, k = problem.q, problem.k
-    pairs = k.shape[0] * k.shape[1] if kernel in ("dkdv", "hopper_backward") else q.shape[0] * q.shape[1]
+    pairs = k.shape[0] * k.shape[1] if kernel in ("decode", "dkdv", "hopper_backward") else q.shape[0] * q.shape[1]
     return autotune.size_class(q.shape[2], k.shape[2], pairs)
 
 
@@ -417,6 +433,7 @@ __all__ = [
     "likely_backward_kernels",
     "likely_tiles",
     "tiles_of",
+    "tiles_of_decode",
     "tiles_on_hopper",
     "unbuilt",
     "why_portable",
