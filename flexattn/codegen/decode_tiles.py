@@ -7,12 +7,13 @@ would leave processors idle. Nothing here looks at the device's data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flexattn.codegen.shared_memory import TileConfig, TileProblem, is_legal, tile_dims
+from flexattn.codegen.shared_memory import TileConfig, is_legal
 from flexattn.codegen.spec import SMALL_INDEX
 from flexattn.codegen.target import Target
-from flexattn.codegen.tile_config import check_option
+from flexattn.codegen.tile_config import check_option, tile_problem
 from flexattn.codegen.tile_preferences import DECODE, DECODE_SINGLE
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.expr import DEP_H
@@ -27,12 +28,13 @@ MOST_SPLITS = 256
 PROGRAMS_EACH = 2  # of a processor: one computes while the other's tiles arrive
 SPLIT_COST = 2  # tiles that a program could read while it starts and ends
 _ROWS = (16, 32, 64)  # of a tile: what a matrix instruction takes at least, and what registers hold at most
-_ASKED = 8192  # pairs of a mask looked at together: 64 a thread
+_ASKED = 4096  # pairs of a mask looked at together: 32 a thread
 
 
 # ---------------------------------------------------------------- tiles
 def decode_tiles(
-    target: Target, *, rows: int, element_bytes: int, qk_dim: int, v_dim: int, options: Any = None, precision: str = "ieee"
+    target: Target, *, rows: int, element_bytes: int, qk_dim: int, v_dim: int, programs: Sequence[Program | None] = (),
+    options: Any = None, precision: str = "ieee",
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """Configurations, best first.
 
@@ -41,6 +43,7 @@ def decode_tiles(
         rows: queries times the query heads that share a key head; they lie in one tile if they fit.
         element_bytes: of q, k and v.
         qk_dim, v_dim: head dimensions.
+        programs: score and mask program; captured reads inside the loop cost shared memory.
         options: a TileOptions of the caller, honoured or refused, never ignored.
         precision: of float32 products, 'ieee' or 'tf32'.
 
@@ -53,12 +56,14 @@ def decode_tiles(
         >>> decode_tiles(target_of(90), rows=4, element_bytes=2, qk_dim=128, v_dim=128)[0]
         TileConfig(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=4)
     """
-    problem = decode_problem(target, element_bytes=element_bytes, qk_dim=qk_dim, v_dim=v_dim, precision=precision)
+    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "precision": precision}
+    problem = tile_problem("decode", target, q_len=1, programs=programs, **sizes)
     if target.is_interpreter:
         found: tuple[TileConfig, ...] = (TileConfig(16, 32, 4, 1),)
     else:
         height = next((n for n in _ROWS if n >= rows), _ROWS[-1])
-        listed = [row for pad, configs in (DECODE if element_bytes == 2 else DECODE_SINGLE) if pad >= problem.pad for row in configs]
+        table = DECODE[target.family] if element_bytes == 2 else DECODE_SINGLE
+        listed = [row for pad, configs in table if pad >= problem.pad for row in configs]
         tiles = [TileConfig(min(height, most), *rest) for most, *rest in listed]
         found = tuple(c for c in dict.fromkeys(tiles) if is_legal(c, problem))[:3]
     if not found:
@@ -67,20 +72,16 @@ def decode_tiles(
             given=f"head dims padded to {problem.qk_pad} and {problem.v_pad}, {element_bytes} bytes an element",
             hint="kernel_options={'BACKEND': 'TRITON'}",
         )
-    given = {} if options is None else {name: value for name, value in options.given().items() if name in TileConfig.__slots__}
+    given = (
+        {}
+        if options is None
+        else {name: value for name, value in options.given().items() if name in TileConfig.__slots__}
+    )
     if not given:
         return found
     config = TileConfig(**{name: given.get(name, getattr(found[0], name)) for name in TileConfig.__slots__})
     check_option(config, problem)
     return (config,)
-
-
-def decode_problem(
-    target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, precision: str = "ieee"
-) -> TileProblem:
-    """What the model of shared memory is asked."""
-    dims = tile_dims(qk_dim, v_dim, target)
-    return TileProblem("decode", target, element_bytes, *dims, is_short=True, gathers=0, precision=precision)
 
 
 def asked_together(config: TileConfig) -> int:
@@ -109,8 +110,12 @@ def split_count(*, groups: int, kept: int, tile: int, processors: int) -> int:
     """
     tiles, at_once = max(1, -(-kept // tile)), PROGRAMS_EACH * processors
     most = min(tiles, MOST_SPLITS, max(1, 2 * at_once // groups))
-    cost = lambda splits: -(-groups * splits // at_once) * (-(-tiles // splits) + (SPLIT_COST if splits > 1 else 0))
-    return min(range(1, most + 1), key=lambda splits: (cost(splits), splits))
+
+    def cost(splits: int) -> tuple[int, int]:
+        rounds = -(-groups * splits // at_once)
+        return rounds * (-(-tiles // splits) + (SPLIT_COST if splits > 1 else 0)), splits
+
+    return min(range(1, most + 1), key=cost)
 
 
 def pays(*, q_len: int, kv_len: int, group: int, programs: int, processors: int) -> bool:
@@ -149,7 +154,6 @@ def is_by_head(found: Zones) -> bool:
 __all__ = [
     "MOST_QUERIES",
     "asked_together",
-    "decode_problem",
     "decode_tiles",
     "formula_of",
     "is_by_head",

@@ -278,10 +278,19 @@ def _element_scratch(problem: TileProblem) -> int:
 
 
 def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
-    """Of the decode kernel."""
-    m, n, size = config.BLOCK_M, config.BLOCK_N, problem.element_bytes
-    streamed = n * (problem.qk_pad + problem.v_pad) * size
-    return max(1, config.num_stages) * streamed + m * (n + problem.qk_pad) * size + _ROUNDING
+    """Of the decode kernel: its rows of queries stay, and where they are few, so do their probabilities beside what is streamed."""
+    m, n, stages, reads = config.BLOCK_M, config.BLOCK_N, config.num_stages, problem.reads
+    first, second = (n * width * problem.element_bytes for width in (problem.qk_pad, problem.v_pad))
+    queries = m * problem.qk_pad * problem.element_bytes
+    scores = m * n * problem.element_bytes if problem.is_single or m < problem.v_pad else 0
+    captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key) + _element_scratch(problem) * m * n
+    if m >= 64 and problem.target.family != "mma" and not problem.is_single:
+        streamed = stages * (first + second)
+        again = _correction_scratch(config, problem) + 2 * _ROUNDING if problem.target.family == "tcgen05" else 0
+        return queries + streamed + again + captured + _ROUNDING
+    turned = second if (problem.is_single and stages > 1) or problem.is_kept else 0  # values of which some are set to 0
+    ahead = (stages - 1) * (first + second) + turned
+    return queries + scores + max(ahead, first, second) + captured + _ROUNDING
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:

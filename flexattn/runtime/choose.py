@@ -354,8 +354,14 @@ def _listed(
 def tiles_of_decode(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
     """Tiles of the decode kernel on a device, best first."""
     q, precision = problem.q, "tf32" if plan.tf32 else "ieee"
-    sizes = {"rows": _rows(problem), "element_bytes": q.element_size(), "qk_dim": q.shape[3], "v_dim": problem.v.shape[3]}
-    return decode_tiles(target, options=_tile_options(problem, "decode"), precision=precision, **sizes)
+    sizes = {
+        "rows": _rows(problem),
+        "element_bytes": q.element_size(),
+        "qk_dim": q.shape[3],
+        "v_dim": problem.v.shape[3],
+    }
+    options, programs = _tile_options(problem, "decode"), (plan.score, plan.mask)
+    return decode_tiles(target, programs=programs, options=options, precision=precision, **sizes)
 
 
 def _rows(problem: Problem) -> int:

@@ -18,7 +18,6 @@ from flexattn.codegen.shared_memory import tile_dims
 from flexattn.codegen.spec import KernelSpec, fresh_layout
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig
-from flexattn.runtime import device as devices
 from flexattn.runtime.choose import Chosen, choose
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds
 from flexattn.runtime.plan import Plan, Problem, dense_strides, why_no_decode
@@ -46,13 +45,13 @@ def decode_choice(problem: Problem, target: Target) -> tuple[bool, str]:
     return False, f"more than {MOST_QUERIES} rows share a key head, and there are heads for all processors"
 
 
-def splits_of(problem: Problem, config: TileConfig) -> int:
+def splits_of(problem: Problem, config: TileConfig, target: Target) -> int:
     """Into how many parts the keys of a call are split."""
     if problem.options.split_kv is not None:
         return problem.options.split_kv
     q, k = problem.q, problem.k
     groups = q.shape[0] * k.shape[1] * _lines(problem, config)
-    return _split_count(groups, k.shape[2], config.BLOCK_N, devices.target_for(q.device).processors)
+    return _split_count(groups, k.shape[2], config.BLOCK_N, target.processors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,11 +86,9 @@ def forward(
     return start(choose(problem, plan, "decode", start, want_max=problem.want_max))
 
 
-def _start(
-    problem: Problem, plan: Plan, chosen: Chosen, order: tuple[int, ...], arguments: dict[str, Any]
-) -> Results:
+def _start(problem: Problem, plan: Plan, chosen: Chosen, order: tuple[int, ...], arguments: dict[str, Any]) -> Results:
     q, (_, kv_heads, _, v_dim), spec = problem.q, problem.v.shape, chosen.spec
-    lines, splits = _lines(problem, spec.config), splits_of(problem, spec.config)
+    lines, splits = _lines(problem, spec.config), splits_of(problem, spec.config, spec.target)
     pairs = q.shape[0] * kv_heads
     out_shape = (*q.shape[:3], v_dim)
     out = torch.empty_permuted(out_shape, order, dtype=q.dtype, device=q.device)

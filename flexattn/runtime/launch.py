@@ -17,8 +17,8 @@ from torch import Tensor
 from flexattn.codegen.spec import KernelSpec, TensorLayout, capture_layout, fresh_layout, tensor_layout, wide_number
 from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.errors import CompileError
-from flexattn.runtime import device as devices
 from flexattn.runtime import decode, settings
+from flexattn.runtime import device as devices
 from flexattn.runtime.choose import (
     Chosen,
     backward_kernels,

@@ -123,7 +123,10 @@ _HARMLESS = {
     "waves_per_eu": "it concerns ROCm",
 }
 _RESERVED = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
-_OF_DECODE = ("FORCE_USE_FLEX_ATTENTION", "SPLIT_KV")  # torch's: not the decode kernel, and how many parts it makes of the keys
+_OF_DECODE = (
+    "FORCE_USE_FLEX_ATTENTION",
+    "SPLIT_KV",
+)  # torch's: not the decode kernel, and how many parts it makes of the keys
 _KNOWN = (*_TILE_KEYS, *_OURS, *_OF_DECODE, *_HARMLESS)
 
 

@@ -275,7 +275,9 @@ def _check_special_backend(problem: Problem) -> None:
         )
     obstacle = why_no_decode(problem)
     if obstacle is not None:
-        settings.warn_once(f"TRITON_DECODE {obstacle}", f"BACKEND='TRITON_DECODE': the forward kernel runs, as {obstacle}")
+        settings.warn_once(
+            f"TRITON_DECODE {obstacle}", f"BACKEND='TRITON_DECODE': the forward kernel runs, as {obstacle}"
+        )
 
 
 def why_no_decode(problem: Problem) -> str | None:

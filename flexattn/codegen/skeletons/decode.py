@@ -239,10 +239,10 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, STATS, q_strides, k_strides,
         start = OUT + batch.to(tl.int64) * out_strides[0]
         pointers = start + (head.to(tl.int64) * out_strides[1] + q_idx * out_strides[2]) + dims[None, :]
         tl.store(pointers, _quotient(acc, total[:, None], IS_EXACT).to(OUT.dtype.element_ty), mask=inside)
-        at = (batch * q_heads + kv_head * group + real % group).to(tl.int64) * q_len + real // group
-        tl.store(LSE + at, softmax.row_lse(peak, total, IS_EXACT), mask=row < rows)
+        spot = (batch * q_heads + kv_head * group + real % group).to(tl.int64) * q_len + real // group
+        tl.store(LSE + spot, softmax.row_lse(peak, total, IS_EXACT), mask=row < rows)
         if WANT_MAX:
-            tl.store(MAX + at, softmax.natural_peak(peak, IS_EXACT), mask=row < rows)
+            tl.store(MAX + spot, softmax.natural_peak(peak, IS_EXACT), mask=row < rows)
 
 
 @triton.jit
