@@ -37,6 +37,8 @@ FAMILIES = (80, 90, 100)
 WINDOW = (None, trace(mods.sliding_window(1024), "mask"))
 PREFIX = (None, trace(lambda b, h, i, j: (j < 7) | (i - j < 300) & (i >= j), "mask"))
 LENGTHS = torch.zeros(8, dtype=torch.int32)
+PER_HEAD = (None, trace(lambda b, h, i, j: (j < LENGTHS[b]) & (j >= LENGTHS[h] - 16 * h), "mask"))
+REMAINDER = (None, trace(lambda b, h, i, j: (i + j + h) % 3 != 1, "mask"))
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +86,10 @@ def test_every_kind_of_leaf(leaf: str) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("leaves", [WINDOW, PREFIX], ids=["window", "prefix"])
-def test_masks_with_a_formula(leaves: object) -> None:
+@pytest.mark.parametrize(
+    "leaves", [WINDOW, PREFIX, PER_HEAD, REMAINDER], ids=["window", "prefix", "per head", "remainder"]
+)
+def test_masks_found_by_formula_or_asked(leaves: object) -> None:
     compiled(90, 128, 4, leaves=leaves)
 
 
@@ -135,7 +139,7 @@ def test_model_of_captured_reads(arch: int, leaf: str) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 64])
 @pytest.mark.parametrize("dim", [16, 64, 96, 128, 256, 512])
 @pytest.mark.parametrize("arch", [*FAMILIES, 89, 120])
-def test_every_target_head_dim_and_leaf(arch: int, dim: int, rows: int, leaf: str) -> None:
+def test_every_target_and_leaf(arch: int, dim: int, rows: int, leaf: str) -> None:
     for config in tiles(arch, dim, rows):
         spec = spec_of("decode", arch=arch, dim=dim, leaf=leaf, config=config)
         assert shared_of(spec) <= shared_bytes(config, problem_of(spec)) <= target_of(arch).shared_bytes

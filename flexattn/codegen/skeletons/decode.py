@@ -132,6 +132,13 @@ def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.c
 
 
 @triton.jit
+def _with_rows(values, some):
+    """values [N, V] with zeros in the rows where `some` [N] is 0, not 1. By bits: a truth value has none in shared memory."""
+    BITS: tl.constexpr = tl.int32 if values.dtype == tl.float32 else tl.int16
+    return (values.to(BITS, bitcast=True) & (-some).to(BITS)[:, None]).to(values.dtype, bitcast=True)
+
+
+@triton.jit
 def _sweep(acc, peak, total, bits, q, K, V, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head, head,
            q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
            QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -153,7 +160,7 @@ def _sweep(acc, peak, total, bits, q, K, V, first, splits, k_strides, v_strides,
             keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, known, MASK_MOD)
             scores = tl.where(keep, scores, float("-inf"))
             if MASK_MOD is not None:  # what nobody keeps may hold anything, and 0 times NaN is NaN
-                v = tl.where(tl.max(keep.to(tl.int32), 0)[:, None] > 0, v, tl.zeros_like(v))
+                v = _with_rows(v, tl.max(keep.to(tl.int32), 0))
         probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
         acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
     return acc, peak, total
