@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexattn.codegen.decode_tiles import asked_together, formula_of, is_by_head
 from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, query_buffers, role_rows
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
@@ -27,6 +28,8 @@ _SKELETONS = {
     "hopper_dq": ("hopper_backward", "hopper_dq_results"),
     "hopper_query_gradient": ("hopper_gradients", "hopper_query_gradient"),
     "hopper_key_gradients": ("hopper_gradients", "hopper_key_gradients"),
+    "decode": ("decode", "attention_decode"),
+    "merge": ("decode", "merge_splits"),
     "ranges": ("block_map", "ranges"),
     "block_map": ("block_map", "block_map"),
     "fill": ("block_map", "fill"),
@@ -37,6 +40,7 @@ _BUILDERS = ("ranges", "block_map", "fill", "order")  # of the mask builder; the
 MOST_TABLES, TABLE_INTS = 3, 5  # as skeletons/block_map.py has them
 _LENGTHS = {"rows": "i32", "heads": "i32", "q_len": "i32", "kv_len": "i32"}
 _WALK = {"group": "i32", "kv_len": "i32", "batch_step": "i32", "head_step": "i32", "swizzle": "i32"}
+_SPLIT = {"q_heads": "i32", "group": "i32", "q_len": "i32", "lines": "i32", "splits": "i32"}
 Signature = dict[str, Any]
 
 
@@ -265,6 +269,23 @@ def _forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int
     return arguments.types, arguments.aligned
 
 
+def _decode_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    _inputs(arguments)
+    arguments.result("OUT", spec.v_dim, "out_strides")
+    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", STATS="*fp32", scale="fp32", **_SPLIT, kv_len="i32")
+    arguments.captures()
+    return arguments.types, arguments.aligned
+
+
+def _merge_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    arguments.result("OUT", spec.v_dim, "out_strides")
+    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", STATS="*fp32", **_SPLIT)
+    arguments.aligned.append(("PARTS", None, 16))
+    return arguments.types, arguments.aligned
+
+
 def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     arguments.result("OUT", spec.v_dim, "out_strides")
@@ -332,6 +353,7 @@ def tree_type(capture: CaptureLayout) -> str:
 
 _SIGNATURES = {
     "forward": _forward_signature, "hopper_forward": _hopper_forward_signature, "delta": _delta_signature,
+    "decode": _decode_signature, "merge": _merge_signature,
     "dq": _dq_signature, "dkdv": _dkdv_signature, "hopper_backward": _hopper_backward_signature, "hopper_dq": _hopper_dq_signature,
     "hopper_query_gradient": _hopper_query_gradient_signature, "hopper_key_gradients": _hopper_key_gradients_signature,
     **dict.fromkeys(_BUILDERS, _builder_signature),
@@ -348,6 +370,9 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
                 "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
+    if spec.kernel == "merge":
+        return {"V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "SPLITS_AT_ONCE": max(4, 4096 // v_pad),
+                "WANT_MAX": spec.want_max}  # fmt: skip
     if spec.kernel == "hopper_dq":
         return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
     part = qk_pad * 3 // 4  # whole columns of 64, or half a one
@@ -381,10 +406,20 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     }  # fmt: skip
     if spec.kernel == "forward":
         return {**values, "READS": None, "WANT_MAX": spec.want_max}
+    if spec.kernel == "decode":
+        values = {name: value for name, value in values.items() if not name.endswith("_DESCRIBED")}
+        return {**values, "READS": None, "WANT_MAX": spec.want_max, **_decode_constexprs(spec)}
     values |= {"SCORE_GRAD": None, "IS_D_OUT_DESCRIBED": d_out}
     if spec.kernel == "dq":
         return {**values, "CAPTURE_GRAD": None, "WANT_DQ": spec.want_dq}
     return {**values, "WANT_DK": spec.want_dk, "WANT_DV": spec.want_dv}
+
+
+def _decode_constexprs(spec: KernelSpec) -> dict[str, Any]:
+    found = formula_of(spec.mask, spec.wide_numbers)
+    kept, dropped = (0, 0) if found is None else (len(found.kept), len(found.dropped))
+    by_head = found is not None and is_by_head(found)
+    return {"ZONES": None, "KEPT": kept, "DROPPED": dropped, "BY_HEAD": by_head, "ASKED": asked_together(spec.config)}
 
 
 def _builder_constexprs(spec: KernelSpec) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flexattn.codegen.decode_tiles import formula_of
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
 from flexattn.codegen.regrouped import Ends, ends_of, in_base_2, one_index_a_side, slope_of
 from flexattn.codegen.spec import BY_COLUMN, HOPPER_GRADIENTS, KernelSpec
@@ -56,7 +57,7 @@ def _spelled(text: str, words: dict[str, str]) -> str:
 
 
 def _functions(spec: KernelSpec) -> dict[str, str]:
-    if spec.kernel in ("delta", "hopper_dq", "ranges", "order"):
+    if spec.kernel in ("delta", "hopper_dq", "merge", "ranges", "order"):
         return {}
     score_arguments, mask_arguments = arguments_of(spec)
     texts: dict[str, str] = {}
@@ -65,7 +66,7 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
     of_score, of_mask = dict[Expr, Value](), dict[Expr, Value]()  # what is read beforehand
     if spec.is_gluon:
         of_score, of_mask = _read_before(spec, (score_arguments, mask_arguments), texts)
-    elif spec.kernel == "forward":
+    elif spec.kernel in ("forward", "decode"):
         of_score, of_mask = _read_tiles(spec, (score_arguments, mask_arguments), texts)
     if spec.score is not None:
         texts["SCORE_MOD"] = _score(spec, spec.score, score_arguments, of_score)
@@ -73,6 +74,8 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
         texts |= _ends_and_rest(spec, spec.mask, mask_arguments, of_mask)
     elif spec.mask is not None:
         texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments, of_mask)
+    if spec.mask is not None and spec.kernel == "decode" and formula_of(spec.mask, spec.wide_numbers) is not None:
+        texts["ZONES"] = _zones(spec, spec.mask, mask_arguments)
     if spec.mask is not None and spec.kernel == "block_map":
         found = box_bounds(spec.mask)
         texts["MASK_BOUNDS"] = _bounds(spec, "mask_bounds", (found.must, found.may), mask_arguments)

@@ -39,7 +39,7 @@ class CapturedReads:
 class TileProblem:
     """What the choice of tiles rests on."""
 
-    kernel: str  # 'forward', 'dq' or 'dkdv'
+    kernel: str  # 'forward', 'decode', 'dq' or 'dkdv'
     target: Target
     element_bytes: int
     qk_pad: int
@@ -146,6 +146,8 @@ def shared_bytes(config: TileConfig, problem: TileProblem) -> int:
         >>> shared_bytes(TileConfig(128, 64, 4, 3), TileProblem("forward", target_of(90), 2, 64, 64, False, 0))
         66560
     """
+    if problem.kernel == "decode":
+        return _decode_bytes(config, problem)
     sides, tile, stages = _sides(config, problem), config.BLOCK_M * config.BLOCK_N, config.num_stages
     by_registers = _by_registers(sides, config, problem)
     loop = (_register_loop if by_registers else _operand_loop)(sides, config, problem)
@@ -273,6 +275,22 @@ def _element_scratch(problem: TileProblem) -> int:
     of the tile or, as said here, all of it."""
     is_added = problem.kernel == "dq" and problem.reads.may_have_gradient
     return 4 if is_added or problem.reads.is_narrow else 0
+
+
+def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
+    """Of the decode kernel: its rows of queries stay, and where they are few, so do their probabilities beside what is streamed."""
+    m, n, stages, reads = config.BLOCK_M, config.BLOCK_N, config.num_stages, problem.reads
+    first, second = (n * width * problem.element_bytes for width in (problem.qk_pad, problem.v_pad))
+    queries = m * problem.qk_pad * problem.element_bytes
+    scores = m * n * problem.element_bytes if problem.is_single or m < problem.v_pad else 0
+    captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key) + _element_scratch(problem) * m * n
+    if m >= 64 and problem.target.family != "mma" and not problem.is_single:
+        streamed = stages * (first + second)
+        again = _correction_scratch(config, problem) + 2 * _ROUNDING if problem.target.family == "tcgen05" else 0
+        return queries + streamed + again + captured + _ROUNDING
+    turned = second if (problem.is_single and stages > 1) or problem.is_kept else 0  # values of which some are set to 0
+    ahead = (stages - 1) * (first + second) + turned
+    return queries + scores + max(ahead, first, second) + captured + _ROUNDING
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:

@@ -84,7 +84,7 @@ class CaptureLayout(NamedTuple):
 class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
-    # 'forward', 'hopper_forward', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq', 'hopper_query_gradient',
+    # 'forward', 'hopper_forward', 'decode', 'merge', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq', 'hopper_query_gradient',
     # 'hopper_key_gradients'; of masks 'ranges', 'block_map', 'fill', 'order'
     kernel: str
     target: Target
@@ -124,7 +124,8 @@ class KernelSpec:
         then take all registers, and the assembler spills thousands of bytes."""
         rows = self.config.BLOCK_N if self.kernel == "dkdv" else self.config.BLOCK_M
         by_registers = rows < 64 and max(self.qk_dim, self.v_dim) > 256
-        has_descriptors = self.target.has_descriptors and self.kernel != "delta" and not by_registers
+        by_pointer = by_registers or self.kernel in ("delta", "decode", "merge")
+        has_descriptors = self.target.has_descriptors and not by_pointer
         return tuple(has_descriptors and x.dtype != "fp32" and x.is_aligned and not x.is_expanded for x in self.layouts)
 
     @property

@@ -46,7 +46,7 @@ _DEP_Q, _DEP_KV = 8, 16
 _CHOSEN = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")  # what a caller may fix
 # of torch's names for the tiles of a kernel
 _SUFFIX = {
-    "forward": "", "hopper_forward": "", "dkdv": "1", "hopper_backward": "1", "hopper_key_gradients": "1", "dq": "2",
+    "forward": "", "hopper_forward": "", "decode": "", "dkdv": "1", "hopper_backward": "1", "hopper_key_gradients": "1", "dq": "2",
     "hopper_query_gradient": "2",
 }  # fmt: skip
 _INTERPRETER = (TileConfig(32, 32, 4, 1), TileConfig(16, 16, 4, 1))
@@ -201,7 +201,7 @@ def _with_options(problem: TileProblem, found: tuple[TileConfig, ...], options: 
         return found
     base = found[0]
     config = TileConfig(**{name: value if value is not None else getattr(base, name) for name, value in given.items()})
-    _check_option(config, problem)
+    check_option(config, problem)
     return (config,)
 
 
@@ -211,7 +211,8 @@ def _option(options: Any, name: str, suffix: str) -> int | None:
     return value
 
 
-def _check_option(config: TileConfig, problem: TileProblem) -> None:
+def check_option(config: TileConfig, problem: TileProblem) -> None:
+    """Refuses a caller's tiles that no kernel has or that do not fit."""
     for name in ("BLOCK_M", "BLOCK_N", "num_warps"):
         value = getattr(config, name)
         low, high = (1, 16) if name == "num_warps" else (16, 256)
@@ -302,6 +303,7 @@ __all__ = [
     "TileProblem",
     "candidates",
     "captured_reads",
+    "check_option",
     "delta_config",
     "dividing",
     "gathers_of",

@@ -154,6 +154,40 @@ HOPPER: dict[str, Rows] = {
     ),
     "dividing": ((64, ((128, 64, 4, 2),)), (128, ((128, 64, 4, 2), (128, 32, 4, 2))), (256, ((128, 32, 4, 2),))),
 }
+# the decode kernel: (most rows, keys, warps, stages) by head dim; what is on its way to a processor counts, not what it computes
+_DECODE: Rows = (
+    (64, ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 2))),
+    (128, ((64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2))),  # 3 stages timed: 1 to 2 % faster than 4, 5 than 5
+    (256, ((64, 32, 4, 4), (64, 32, 4, 2), (32, 32, 4, 1))),
+    (512, ((16, 32, 8, 2), (16, 16, 4, 2), (16, 16, 4, 1))),
+)
+DECODE: dict[str, Rows] = {
+    "wgmma": _DECODE,
+    "tcgen05": _DECODE,
+    "mma": tuple(
+        (pad, tuple((min(m, 32 if pad > 64 else 64), n, warps, stages) for m, n, warps, stages in rows))
+        for pad, rows in _DECODE
+    ),
+}
+DECODE_SINGLE: Rows = (
+    (64, ((16, 32, 4, 2), (16, 32, 4, 1))),
+    (128, ((16, 32, 4, 2), (16, 16, 4, 1))),
+    (512, ((16, 16, 4, 1),)),
+)
 DEFAULT = {"mma": _MMA, "wgmma": _WGMMA, "tcgen05": _TCGEN05}
 
-__all__ = ["AMD", "DEFAULT", "GATHERING", "HOPPER", "KEPT", "MASKED", "SCORED", "SHORT", "SINGLE", "SMALLEST", "Rows"]
+__all__ = [
+    "AMD",
+    "DECODE",
+    "DECODE_SINGLE",
+    "DEFAULT",
+    "GATHERING",
+    "HOPPER",
+    "KEPT",
+    "MASKED",
+    "SCORED",
+    "SHORT",
+    "SINGLE",
+    "SMALLEST",
+    "Rows",
+]

@@ -169,6 +169,7 @@ def prepare(
         want_lse=aux.lse or may_need_grad,
         want_max=aux.max_scores,
         options=parsed,
+        needs_grad=may_need_grad,
     )
     return problem, make_plan(problem)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.codegen.decode_tiles import decode_tiles
 from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_backward_tiles, hopper_gradient_tiles, hopper_tiles, why_not
 from flexattn.codegen.spec import (
     BY_COLUMN,
@@ -34,7 +35,7 @@ from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_build
 from flexattn.runtime.options import must_be_deterministic
 from flexattn.runtime.plan import Needs, Plan, Problem
 
-_FORWARD = ("forward", "hopper_forward")  # kernels with the forward's options and facts
+_FORWARD = ("forward", "hopper_forward", "decode")  # kernels with the forward's options and facts
 # What makes gradients, in order of preference.
 FUSED, APART, PORTABLE = ("hopper_backward",), ("hopper_query_gradient", "hopper_key_gradients"), ("dq", "dkdv")
 _FUSED_BACKWARD = True  # whether calls may take the fused backward; tests pair it with the portable kernels
@@ -364,7 +365,27 @@ def _listed(
         return tiles_on_hopper(problem, plan, devices.target_for(problem.q.device))
     if kernel in (*FUSED, *APART):
         return gradient_tiles_on(problem, plan, kernel, devices.target_for(problem.q.device))
+    if kernel == "decode":
+        return tiles_of_decode(problem, plan, devices.target_for(problem.q.device))
     return rule(kernel, **_tile_facts(problem, plan, kernel))
+
+
+def tiles_of_decode(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
+    """Tiles of the decode kernel on a device, best first."""
+    q, precision = problem.q, "tf32" if plan.tf32 else "ieee"
+    sizes = {
+        "rows": _rows(problem),
+        "element_bytes": q.element_size(),
+        "qk_dim": q.shape[3],
+        "v_dim": problem.v.shape[3],
+    }
+    options, programs = _tile_options(problem, "decode"), (plan.score, plan.mask)
+    return decode_tiles(target, programs=programs, options=options, precision=precision, **sizes)
+
+
+def _rows(problem: Problem) -> int:
+    """Queries times the query heads that share a key head."""
+    return problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1])
 
 
 def _tile_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
@@ -405,6 +426,7 @@ def _group(problem: Problem, kernel: str) -> tuple[Any, ...]:
     mask, q = problem.block_mask, problem.q
     blocks = None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE
     sizes = _size_class(problem, kernel) if problem.options.autotune else ()
+    sizes = (*sizes, min(64, *autotune.size_class(_rows(problem)))) if kernel == "decode" else sizes
     return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, problem.k.shape[2] > LONG_KEYS, blocks, sizes
 
 
@@ -418,7 +440,7 @@ def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) 
 def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
     """Lengths and (batch, head) pairs of programs, as autotuning tells them apart."""
     q, k = problem.q, problem.k
-    pairs = k.shape[0] * k.shape[1] if kernel in BY_COLUMN else q.shape[0] * q.shape[1]
+    pairs = k.shape[0] * k.shape[1] if kernel in ("decode", *BY_COLUMN) else q.shape[0] * q.shape[1]
     return autotune.size_class(q.shape[2], k.shape[2], pairs)
 
 
@@ -439,6 +461,7 @@ __all__ = [
     "likely_backward_kernels",
     "likely_tiles",
     "tiles_of",
+    "tiles_of_decode",
     "tiles_on_hopper",
     "unbuilt",
     "why_portable",

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from flexattn import codegen
+from flexattn.codegen.decode_tiles import MOST_QUERIES, formula_of
 from flexattn.codegen.emit import KernelSource, emit
 from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, role_rows
 from flexattn.codegen.spec import KernelSpec
-from flexattn.codegen.target import target_of
+from flexattn.codegen.target import Target, target_of
 from flexattn.codegen.tile_config import TileConfig, candidates
 from flexattn.frontend.source import Source
 from flexattn.frontend.statistics import SHOWN_PAIRS, kept_pairs
@@ -25,6 +26,7 @@ from flexattn.frontend.trace import trace
 from flexattn.runtime import choose, settings
 from flexattn.runtime.attention import AuxRequest, prepare
 from flexattn.runtime.autograd import is_empty
+from flexattn.runtime.decode import decode_choice, splits_of
 from flexattn.runtime.device import target_for
 from flexattn.runtime.plan import Plan, Problem
 
@@ -157,10 +159,17 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     if problem.q.dtype == torch.float64 or is_empty(problem):
         yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
         return
-    source, why, reason = _forward_source(problem, plan)
+    decode, decode_reason = decode_choice(problem, _target(problem, plan))
+    source, why, reason = _forward_source(problem, plan, decode)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
-    yield f"  {_is_for_hopper(source.spec.is_gluon)}: {reason}"
+    if decode:
+        yield f"  the decode kernel: {decode_reason}"
+        yield from _split(problem, source.spec)
+    else:
+        if problem.q.shape[2] <= MOST_QUERIES:
+            yield f"  not the decode kernel: {decode_reason}"
+        yield f"  {_is_for_hopper(source.spec.is_gluon)}: {reason}"
     yield f"  {_tiles(source.spec.config, source.spec.kernel)} ({why})"
     yield from _backward_tiles(problem, plan)
     yield from _loads(source.spec)
@@ -177,9 +186,29 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
     yield from source.leaf_text.rstrip().splitlines()
 
 
-def _forward_source(problem: Problem, plan: Plan) -> tuple[KernelSource, str, str]:
+def _target(problem: Problem, plan: Plan) -> Target:
+    """Where the call runs; an H100 where it runs no kernel."""
+    return target_for(problem.q.device) if plan.backend == "triton" else target_of(90)
+
+
+def _split(problem: Problem, spec: KernelSpec) -> Iterator[str]:
+    """Into how many parts the decode kernel splits keys, and how it finds the tiles that a mask keeps."""
+    splits, tile = splits_of(problem, spec.config, spec.target), spec.config.BLOCK_N
+    yield f"  keys in {splits} parts, each every {splits}-th of the tiles of {tile} that the mask may keep"
+    if spec.mask is not None:
+        is_formula = formula_of(spec.mask, spec.wide_numbers) is not None
+        yield "  those by formula" if is_formula else "  those by asking the mask for every pair, before they are read"
+
+
+def _forward_source(problem: Problem, plan: Plan, decode: bool) -> tuple[KernelSource, str, str]:
     """What the forward kernel is generated from, the same facts as a launch, for this GPU or for sm_90; why its tiles, why it."""
     q, v = problem.q, problem.v
+    if decode:
+        target = _target(problem, plan)
+        runs_here = plan.backend == "triton"
+        tiles = choose.tiles_of(problem, plan, "decode") if runs_here else None
+        config, why = tiles or (choose.tiles_of_decode(problem, plan, target)[0], "the default")
+        return emit(KernelSpec("decode", target, config, **choose.kernel_facts(problem, plan))), why, ""
     if plan.backend == "triton":
         kernel, reason = choose.forward_kernel(problem, plan)
         target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, kernel)

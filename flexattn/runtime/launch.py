@@ -25,8 +25,8 @@ from flexattn.codegen.spec import (
 )
 from flexattn.codegen.tile_config import TileConfig, delta_config, padded
 from flexattn.errors import CompileError
+from flexattn.runtime import decode, settings
 from flexattn.runtime import device as devices
-from flexattn.runtime import settings
 from flexattn.runtime.choose import (
     APART,
     FUSED,
@@ -84,6 +84,8 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         return out, lse, peaks
 
     with devices.current(q.device):
+        if decode.decode_choice(problem, devices.target_for(q.device))[0]:
+            return decode.forward(problem, plan, order, _inputs(problem), _fixed(problem))
         fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
         return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
 

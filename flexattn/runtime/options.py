@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
+from flexattn.codegen.decode_tiles import MOST_SPLITS
 from flexattn.errors import CallError, OptionError
 from flexattn.runtime import settings
 
@@ -50,6 +51,7 @@ class FlexKernelOptions(TypedDict, total=False):
     WRITE_DQ: bool
     FORCE_USE_FLEX_ATTENTION: bool
     USE_TMA: bool
+    SPLIT_KV: int
     kpack: int
     matrix_instr_nonkdim: int
     waves_per_eu: int
@@ -90,6 +92,8 @@ class KernelOptions:
         warp_specialized: whether the forward runs the kernel for Hopper whose warps have roles; None leaves the choice, False the
             portable kernels in both directions.
         deterministic: gradients have the same bits in every run, as under `torch.use_deterministic_algorithms(True)`.
+        force_flex: few queries, too, run in the forward kernel (FORCE_USE_FLEX_ATTENTION).
+        split_kv: into how many parts the decode kernel splits the keys (SPLIT_KV); None leaves the choice.
     """
 
     backend: str = "AUTO"
@@ -99,6 +103,8 @@ class KernelOptions:
     autotune: bool = False
     warp_specialized: bool | None = None
     deterministic: bool = False
+    force_flex: bool = False
+    split_kv: int | None = None
 
 
 DEFAULT = KernelOptions()
@@ -113,9 +119,7 @@ _HARMLESS = {
     "ROWS_GUARANTEED_SAFE": "rows without a key are always handled",
     "BLOCKS_ARE_CONTIGUOUS": "runs of blocks are found from the mask",
     "WRITE_DQ": "dQ and captured gradients have kernels of their own",
-    "FORCE_USE_FLEX_ATTENTION": "there is one forward kernel for long and short queries",
     "USE_TMA": "each kernel loads tiles the way measured fastest",
-    "SPLIT_KV": "the forward kernel does not split keys",
     "num_consumer_groups": "warps are assigned by the kernel",
     "num_buffers_warp_spec": "warps are assigned by the kernel",
     "PARTITION_SIZE": "the path without a GPU chooses its own blocks",
@@ -124,7 +128,11 @@ _HARMLESS = {
     "waves_per_eu": "it concerns ROCm",
 }
 _RESERVED = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
-_KNOWN = (*_TILE_KEYS, *_OURS, *_HARMLESS)
+_OF_DECODE = (
+    "FORCE_USE_FLEX_ATTENTION",
+    "SPLIT_KV",
+)  # torch's: not the decode kernel, and how many parts it makes of the keys
+_KNOWN = (*_TILE_KEYS, *_OURS, *_OF_DECODE, *_HARMLESS)
 
 
 def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
@@ -177,6 +185,8 @@ def parse_options(kernel_options: Mapping[str, Any] | None) -> KernelOptions:
         if "warp_specialized" in kernel_options
         else None,
         deterministic=_switch(kernel_options, "deterministic", default=False),
+        force_flex=_switch(kernel_options, "FORCE_USE_FLEX_ATTENTION", default=False),
+        split_kv=_split_kv(kernel_options),
     )
 
 
@@ -234,6 +244,17 @@ def _switch(kernel_options: Mapping[str, Any], name: str, *, default: bool) -> b
     if not isinstance(value, bool):
         what = f"kernel_options[{name!r}] must be True or False"
         raise OptionError(what, given=repr(value), hint=f"{{{name!r}: True}}")
+    return value
+
+
+def _split_kv(kernel_options: Mapping[str, Any]) -> int | None:
+    key = "fwd_SPLIT_KV" if "fwd_SPLIT_KV" in kernel_options else "SPLIT_KV"
+    value = kernel_options.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SPLITS:
+        what = f"kernel_options[{key!r}] must be an int from 1 to {MOST_SPLITS}"
+        raise OptionError(what, given=repr(value), hint="leaving it out: it is chosen by lengths, heads and device")
     return value
 
 

@@ -43,6 +43,7 @@ class Problem:
         score: the traced score_mod, None for the identity.
         mask: the traced mask partial tiles apply (`block_mask.traced`), None if there is nothing to apply.
         block_mask: which tiles to visit, None for all.
+        needs_grad: an autograd node will be recorded.
         want_lse, want_max: which extra outputs the caller needs; lse is always computed when a gradient may be.
         options: the checked kernel_options.
         tables: span tables that were made for this call and are kept nowhere else; shared with what `bind` makes.
@@ -59,6 +60,7 @@ class Problem:
     want_max: bool = False
     options: KernelOptions = DEFAULT
     tables: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    needs_grad: bool = False
 
     @property
     def captures(self) -> tuple[Tensor, ...]:
@@ -82,6 +84,7 @@ class Problem:
             self.want_max,
             self.options,
             self.tables,
+            self.needs_grad,
         )
 
 
@@ -270,7 +273,20 @@ def _check_special_backend(problem: Problem) -> None:
             given=f"q_len={problem.q.shape[-2]}, more than {_DECODE_Q_LEN}",
             hint="BACKEND='AUTO'",
         )
-    settings.warn_once("TRITON_DECODE", "BACKEND='TRITON_DECODE': short queries run in the forward kernel")
+    obstacle = why_no_decode(problem)
+    if obstacle is not None:
+        settings.warn_once(
+            f"TRITON_DECODE {obstacle}", f"BACKEND='TRITON_DECODE': the forward kernel runs, as {obstacle}"
+        )
+
+
+def why_no_decode(problem: Problem) -> str | None:
+    """Why the decode kernel cannot serve a call, or None where it can."""
+    if problem.needs_grad:
+        return "a gradient is needed"
+    if problem.block_mask is not None and problem.block_mask.predicate is None:
+        return "the mask is made of lists of blocks"
+    return None
 
 
 @functools.lru_cache(maxsize=1)

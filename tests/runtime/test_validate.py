@@ -297,6 +297,12 @@ def test_decode_is_for_short_queries():
         flex_attention(*qkv(q_len=200), kernel_options={"BACKEND": "TRITON_DECODE"})
 
 
+@pytest.mark.parametrize("value", [0, 257, True, "two"])
+def test_parts_of_the_keys_are_a_whole_number(value):
+    with pytest.raises(errors.OptionError, match=r"\['fwd_SPLIT_KV'\] must be an int from 1 to 256"):
+        flex_attention(*qkv(), kernel_options={"fwd_SPLIT_KV": value})
+
+
 def test_triton_on_the_cpu_is_not_replaced_in_silence(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match=r"BACKEND='TRITON' was specified but cannot be used.*TRITON_INTERPRET=1"):
@@ -313,7 +319,6 @@ def test_triton_on_the_cpu_is_not_replaced_in_silence(monkeypatch):
         "USE_TMA",
         "kpack",
         "waves_per_eu",
-        "SPLIT_KV",
     ],
 )
 def test_options_without_meaning_warn_once_and_change_nothing(name):

@@ -1,0 +1,162 @@
+"""The decode kernel's tiles, how many programs share the keys of a row, and when it pays: reads sizes, makes numbers.
+
+The idea: decoding is bound by memory, so what counts is that all processors read at once, with enough on its way. How many parts the
+keys are split into follows from batch, heads, lengths and processors together: a moderate sequence is split too where few key heads
+would leave processors idle. Nothing here looks at the device's data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flexattn.codegen.shared_memory import TileConfig, is_legal
+from flexattn.codegen.spec import SMALL_INDEX
+from flexattn.codegen.target import Target
+from flexattn.codegen.tile_config import check_option, tile_problem
+from flexattn.codegen.tile_preferences import DECODE, DECODE_SINGLE
+from flexattn.errors import UnsupportedError
+from flexattn.frontend.expr import DEP_H
+from flexattn.frontend.zones import Zones, hold_for, zones
+
+if TYPE_CHECKING:
+    from flexattn.frontend.program import Program
+
+MOST_QUERIES = 64  # beyond, products bound a call, and the forward kernels are made for those
+FEWEST_KEYS = 256  # below, one program reads them as fast as several
+MOST_SPLITS = 256
+PROGRAMS_EACH = 1  # of a processor: its stages keep enough on its way; twice as many were 2 to 4 % slower on an H200
+SPLIT_COST = 2  # tiles that a program could read while it starts and ends
+_ROWS = (16, 32, 64)  # of a tile: what a matrix instruction takes at least, and what registers hold at most
+_ASKED = 4096  # pairs of a mask looked at together: 32 a thread
+
+
+# ---------------------------------------------------------------- tiles
+def decode_tiles(
+    target: Target, *, rows: int, element_bytes: int, qk_dim: int, v_dim: int, programs: Sequence[Program | None] = (),
+    options: Any = None, precision: str = "ieee",
+) -> tuple[TileConfig, ...]:  # fmt: skip
+    """Configurations, best first.
+
+    Args:
+        target: where it will run.
+        rows: queries times the query heads that share a key head; they lie in one tile if they fit.
+        element_bytes: of q, k and v.
+        qk_dim, v_dim: head dimensions.
+        programs: score and mask program; captured reads inside the loop cost shared memory.
+        options: a TileOptions of the caller, honoured or refused, never ignored.
+        precision: of float32 products, 'ieee' or 'tf32'.
+
+    Raises:
+        OptionError: the caller's tiles do not fit.
+        UnsupportedError: no tile fits.
+
+    Example:
+        >>> from flexattn.codegen.target import target_of
+        >>> decode_tiles(target_of(90), rows=4, element_bytes=2, qk_dim=128, v_dim=128)[0]
+        TileConfig(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3)
+    """
+    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "precision": precision}
+    problem = tile_problem("decode", target, q_len=1, programs=programs, **sizes)
+    if target.is_interpreter:
+        found: tuple[TileConfig, ...] = (TileConfig(16, 32, 4, 1),)
+    else:
+        height = next((n for n in _ROWS if n >= rows), _ROWS[-1])
+        table = DECODE[target.family] if element_bytes == 2 else DECODE_SINGLE
+        listed = [row for pad, configs in table if pad >= problem.pad for row in configs]
+        tiles = [TileConfig(min(height, most), *rest) for most, *rest in listed]
+        found = tuple(c for c in dict.fromkeys(tiles) if is_legal(c, problem))[:3]
+    if not found:
+        raise UnsupportedError(
+            f"no tile of the decode kernel fits {target.shared_bytes} bytes of shared memory",
+            given=f"head dims padded to {problem.qk_pad} and {problem.v_pad}, {element_bytes} bytes an element",
+            hint="kernel_options={'BACKEND': 'TRITON'}",
+        )
+    given = (
+        {}
+        if options is None
+        else {name: value for name, value in options.given().items() if name in TileConfig.__slots__}
+    )
+    if not given:
+        return found
+    config = TileConfig(**{name: given.get(name, getattr(found[0], name)) for name in TileConfig.__slots__})
+    check_option(config, problem)
+    return (config,)
+
+
+def asked_together(config: TileConfig) -> int:
+    """Tiles of which every pair is looked at together, where a mask has no formula."""
+    return max(1, _ASKED // (config.BLOCK_M * config.BLOCK_N))
+
+
+# ---------------------------------------------------------------- splits
+def split_count(*, groups: int, kept: int, tile: int, processors: int) -> int:
+    """How many programs share the keys of a tile of rows.
+
+    Programs run in rounds of PROGRAMS_EACH a processor, and a round takes as long as its longest program: its tiles, and SPLIT_COST
+    of them for its start, its end and its part in the sum. Of all counts the one with the least time is taken, the smallest of equals.
+
+    Args:
+        groups: (batch, key head) pairs times the tiles of rows of each.
+        kept: keys that a row keeps at most, as far as lengths say.
+        tile: keys of a tile.
+        processors: of the device.
+
+    Example:
+        >>> split_count(groups=8, kept=8192, tile=64, processors=132), split_count(groups=512, kept=4096, tile=64, processors=132)
+        (16, 1)
+
+    Source: after the heuristic of Flash-Decoding (Dao et al., 2023), which counts waves of programs.
+    """
+    tiles, at_once = max(1, -(-kept // tile)), PROGRAMS_EACH * processors
+    most = min(tiles, MOST_SPLITS, max(1, 2 * at_once // groups))
+
+    def cost(splits: int) -> tuple[int, int]:
+        rounds = -(-groups * splits // at_once)
+        return rounds * (-(-tiles // splits) + (SPLIT_COST if splits > 1 else 0)), splits
+
+    return min(range(1, most + 1), key=cost)
+
+
+def pays(*, q_len: int, kv_len: int, group: int, programs: int, processors: int) -> bool:
+    """Whether few queries meet long rows of keys, so that this kernel is faster than the forward kernel.
+
+    Args:
+        q_len, kv_len: lengths.
+        group: query heads that share a key head.
+        programs: of the forward kernel: tiles of queries times heads times batch.
+        processors: of the device.
+
+    Example:
+        >>> pays(q_len=1, kv_len=8192, group=4, programs=32, processors=132)
+        True
+    """
+    if q_len > MOST_QUERIES or kv_len < FEWEST_KEYS:
+        return False
+    return q_len * group <= MOST_QUERIES or programs < processors
+
+
+# ---------------------------------------------------------------- masks
+def formula_of(mask: Program | None, wide_numbers: tuple[bool, ...]) -> Zones | None:
+    """The zones by which the kernel finds a mask's tiles; None where it has to ask the mask.
+
+    They rest on what a spec knows: no number is wide, so that no sum of them wraps around."""
+    if mask is None or "float" in mask.numbers or any(wide_numbers[len(wide_numbers) - len(mask.numbers) :]):
+        return None
+    return zones(mask) if hold_for(mask, (SMALL_INDEX,) * len(mask.numbers)) else None
+
+
+def is_by_head(found: Zones) -> bool:
+    """Whether zones differ by head."""
+    return any(e.deps & DEP_H for zone in (*found.kept, *found.dropped) for e in zone)
+
+
+__all__ = [
+    "MOST_QUERIES",
+    "asked_together",
+    "decode_tiles",
+    "formula_of",
+    "is_by_head",
+    "pays",
+    "split_count",
+]

@@ -1,0 +1,293 @@
+"""Decode kernels: few queries against many keys; read q, k, v and no table, make the output by way of sums over parts of the keys.
+
+The idea: all query heads that share a key head lie in one tile of rows, so that K and V are read once, and the keys are split over
+programs. A program takes every `splits`-th of the tiles that the mask may keep: wherever kept keys lie, all programs get as many.
+Which of its tiles are kept and which are partial it finds by itself, 64 at a time as the bits of two integers: by formula where the
+mask is a union of zones (frontend/zones.py), else by asking the mask, in both cases before K and V are read. So nothing is built for
+a mask, and nothing again for another length. `merge_splits` adds the sums of all splits.
+"""
+
+import triton
+import triton.language as tl
+
+from flexattn.codegen.skeletons import softmax, tiles
+
+STRIP = tl.constexpr(64)  # tiles decided at once: the bits of an integer
+ZONE_ENDS = tl.constexpr(6)  # numbers of a zone
+
+
+# ---------------------------------------------------------------- bits
+@triton.jit
+def _below(count):
+    """A set of 64 bits: those before `count`, which may lie outside of them."""
+    count = tl.minimum(tl.maximum(count, 0), 64).to(tl.int64)
+    one = tl.full([], 1, tl.int64)
+    return tl.where(count == 64, -one, (one << tl.minimum(count, 63)) - 1)
+
+
+@triton.jit
+def _count(bits):
+    """How many bits of 64 are set."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits += bits >> 8
+    bits += bits >> 16
+    bits += bits >> 32
+    return (bits & 127).to(tl.int32)
+
+
+@triton.jit
+def _lowest(bits):
+    """The number of the lowest bit that is set: the exponent of that bit as a float."""
+    low = (bits & -bits).to(tl.float32)
+    return ((low.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+# ---------------------------------------------------------------- which tiles
+@triton.jit
+def _run_of(ends, AT: tl.constexpr, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, BY_HEAD: tl.constexpr):
+    """The tiles [start, stop) of keys that a zone touches in the queries q_lo .. q_hi; (0, 0) where none. BY_HEAD: in any of the heads,
+    whose zones lie along the rows."""
+    q_least = tl.maximum(q_lo, ends[AT])
+    q_most = tl.minimum(q_hi, ends[AT + 1])
+    least = tl.maximum(tl.maximum(ends[AT + 2], 0), q_least + ends[AT + 4])
+    most = tl.minimum(tl.minimum(ends[AT + 3], kv_len - 1), q_most + ends[AT + 5])
+    some = (q_least <= q_most) & (ends[AT + 4] <= ends[AT + 5]) & (least <= most)
+    if BY_HEAD:
+        least = tl.min(tl.where(some, least, kv_len), 0)
+        most = tl.max(tl.where(some, most, -1), 0)
+        some = least <= most
+    start = tl.where(some, least, 0).to(tl.int32) // BLOCK_N
+    stop = tl.where(some, most, 0).to(tl.int32) // BLOCK_N + 1
+    return start, tl.where(some, stop, 0)
+
+
+@triton.jit
+def _place_of(tile, first, splits):
+    """How many of a program's tiles first, first + splits, ... lie before a tile."""
+    return (tl.maximum(tile - first, 0) + splits - 1) // splits
+
+
+@triton.jit
+def _hull(ends, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr, BY_HEAD: tl.constexpr):
+    """The first tile that a kept zone touches, and the one behind the last."""
+    first, last = kv_len * 0 + 2147483647, kv_len * 0
+    for zone in tl.static_range(KEPT):
+        start, stop = _run_of(ends, ZONE_ENDS * zone, q_lo, q_hi, kv_len, BLOCK_N, BY_HEAD)
+        first = tl.where(start < stop, tl.minimum(first, start), first)
+        last = tl.maximum(last, stop)
+    return tl.minimum(first, last), last
+
+
+@triton.jit
+def _by_formula(ends, begin, first, splits, uncut, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr,
+                DROPPED: tl.constexpr, BY_HEAD: tl.constexpr):
+    """(kept, partial) of a program's tiles from the begin-th on: those with a pair that a zone keeps, and those with one that a zone
+    drops or that the length cuts."""
+    kept = tl.full([], 0, tl.int64)
+    partial = ~_below(_place_of(uncut, first, splits) - begin)
+    for zone in tl.static_range(KEPT + DROPPED):
+        start, stop = _run_of(ends, ZONE_ENDS * zone, q_lo, q_hi, kv_len, BLOCK_N, BY_HEAD)
+        run = _below(_place_of(stop, first, splits) - begin) & ~_below(_place_of(start, first, splits) - begin)
+        if zone < KEPT:
+            kept = kept | run
+        else:
+            partial = partial | run
+    return kept, partial
+
+
+@triton.jit
+def _by_asking(begin, own, first, splits, uncut, batch, head, q_idx, q_len, kv_len, caps, MASK_MOD: tl.constexpr,
+               READS: tl.constexpr, BLOCK_N: tl.constexpr, ASKED: tl.constexpr):
+    """The same by every pair, ASKED tiles together: (some pair is kept, some is dropped)."""
+    kept = tl.full([], 0, tl.int64)
+    partial = tl.full([], 0, tl.int64)
+    column = tl.arange(0, ASKED * BLOCK_N)
+    place = tl.arange(0, ASKED)
+    for at in range(begin, tl.minimum(own, begin + STRIP), ASKED):
+        tile = first + (at + column // BLOCK_N) * splits
+        kv_idx = (tile * BLOCK_N + column % BLOCK_N)[None, :]
+        known = caps if READS is None else caps + READS(batch, head, q_idx, kv_idx, caps)
+        keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, known, MASK_MOD).to(tl.int32)  # [M, ASKED * N]
+        some = tl.max(tl.reshape(tl.max(keep, 0), (ASKED, BLOCK_N)), 1)
+        hole = 1 - tl.min(tl.reshape(tl.min(keep, 0), (ASKED, BLOCK_N)), 1)
+        mine = at + place < own
+        kept = kept | tl.sum(tl.where(mine, some, 0).to(tl.int64) << (at - begin + place).to(tl.int64), 0)
+        partial = partial | tl.sum(tl.where(mine, hole, 0).to(tl.int64) << (at - begin + place).to(tl.int64), 0)
+    return kept, partial
+
+
+# ---------------------------------------------------------------- sums over them
+@triton.jit
+def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Rows of any heads [M, 1] and queries [M, 1] of a [batch, heads, length, DIM] tensor -> [M, PAD]."""
+    dims = tl.arange(0, PAD)[None, :]
+    start = TENSOR + batch.to(tl.int64) * strides[0]
+    pointers = start + (head.to(tl.int64) * strides[1] + q_idx * strides[2]) + dims
+    if DIM < PAD:
+        return tl.load(pointers, mask=(dims < DIM) & (q_idx >= 0), other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _with_rows(values, some):
+    """values [N, V] with zeros in the rows where `some` [N] is 0, not 1. By bits: a truth value has none in shared memory."""
+    BITS: tl.constexpr = tl.int32 if values.dtype == tl.float32 else tl.int16
+    return (values.to(BITS, bitcast=True) & (-some).to(BITS)[:, None]).to(values.dtype, bitcast=True)
+
+
+@triton.jit
+def _sweep(acc, peak, total, bits, q, K, V, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head, head,
+           q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
+           QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+           FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Adds the tiles of a program whose bits are set to its running rows."""
+    IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
+    for _tile in tl.range(0, _count(bits)):
+        start = (first + _lowest(bits) * splits) * BLOCK_N
+        bits = bits & (bits - 1)
+        k = tiles.load_tile(K, k_strides, batch, kv_head, start, kv_len, BLOCK_N, QK_DIM, QK_PAD, False, IS_PARTIAL)  # [N, QK]
+        known = tiles.with_reads(batch, head, q_idx, start, caps, READS, BLOCK_N)
+        scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
+        scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
+        kv_idx = (start + tl.arange(0, BLOCK_N))[None, :]
+        if SCORE_MOD is not None:
+            scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, known)
+        v = tiles.load_tile(V, v_strides, batch, kv_head, start, kv_len, BLOCK_N, V_DIM, V_PAD, False, IS_PARTIAL)  # [N, V]
+        if IS_PARTIAL:
+            keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, known, MASK_MOD)
+            scores = tl.where(keep, scores, float("-inf"))
+            if MASK_MOD is not None:  # what nobody keeps may hold anything, and 0 times NaN is NaN
+                v = _with_rows(v, tl.max(keep.to(tl.int32), 0))
+        probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
+        acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
+    return acc, peak, total
+
+
+@triton.jit
+def _quotient(acc, total, IS_EXACT: tl.constexpr):
+    """acc / total; an empty row is 0 / 1."""
+    safe = tl.where(total == 0.0, 1.0, total)
+    if IS_EXACT:
+        return tl.div_rn(acc, safe)
+    else:
+        return acc * (1.0 / safe)
+
+
+@triton.jit
+def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, STATS, q_strides, k_strides, v_strides, out_strides, caps, scale, q_heads,
+                     group, q_len, kv_len, lines, splits, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
+                     ZONES: tl.constexpr, KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr,
+                     V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                     ASKED: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, PRECISION: tl.constexpr,
+                     UPCAST: tl.constexpr):
+    """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
+    `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
+
+    Splits: PARTS gets sums [BLOCK_M, V_PAD], STATS a row's peak and total, for `merge_splits`; a single one writes results."""
+    line = tl.program_id(0) % lines
+    split = tl.program_id(0) // lines % splits
+    pair = tl.program_id(0) // (lines * splits)
+    kv_heads = q_heads // group
+    batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    rows = q_len * group
+    row = line * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = tl.minimum(row, rows - 1)  # behind the last row it comes again, which keeps nothing more
+    q_idx = (real // group)[:, None]
+    head = (kv_head * group + real % group)[:, None]
+    q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
+    factor = softmax.factor_of(scale, FOLD_SCALE)
+    acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    q_lo = line * BLOCK_M // group
+    q_hi = tl.minimum(line * BLOCK_M + BLOCK_M, rows) - 1
+    q_hi = q_hi // group
+    if BY_HEAD:
+        q_lo = q_lo + real * 0
+    first = split
+    stop = (kv_len - 1) // BLOCK_N + 1
+    uncut = kv_len // BLOCK_N  # tiles that the length does not cut
+    if ZONES is not None:
+        ends = ZONES(batch, kv_head * group + real % group if BY_HEAD else kv_head, caps)
+        begin, stop = _hull(ends, q_lo, q_hi, kv_len, BLOCK_N, KEPT, BY_HEAD)
+        first = begin + split
+    own = _place_of(stop, first, splits)
+    for at in range(0, own, STRIP):
+        if ZONES is not None:
+            kept, partial = _by_formula(ends, at, first, splits, uncut, q_lo, q_hi, kv_len, BLOCK_N, KEPT, DROPPED, BY_HEAD)
+        elif MASK_MOD is not None:
+            kept, partial = _by_asking(at, own, first, splits, uncut, batch, head, q_idx, q_len, kv_len, caps, MASK_MOD, READS,
+                                       BLOCK_N, ASKED)
+        else:
+            kept = _below(own - at)
+            partial = ~_below(_place_of(uncut, first, splits) - at)
+        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, q, K, V, first + at * splits, splits, k_strides, v_strides,
+                                  caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD,
+                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
+        acc, peak, total = _sweep(acc, peak, total, kept & partial, q, K, V, first + at * splits, splits, k_strides, v_strides,
+                                  caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD,
+                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
+    IS_EXACT: tl.constexpr = q.dtype == tl.float32
+    dims = tl.arange(0, V_PAD)
+    if splits > 1:
+        part = (pair * lines + line).to(tl.int64) * splits + split
+        spots = tl.arange(0, BLOCK_M)
+        tl.store(PARTS + part * (BLOCK_M * V_PAD) + (spots[:, None] * V_PAD + dims[None, :]), acc, mask=(row < rows)[:, None])
+        tl.store(STATS + part * (2 * BLOCK_M) + spots, peak, mask=row < rows)
+        tl.store(STATS + part * (2 * BLOCK_M) + BLOCK_M + spots, total, mask=row < rows)
+    else:
+        inside = (row < rows)[:, None]
+        if V_DIM < V_PAD:
+            inside = inside & (dims[None, :] < V_DIM)
+        start = OUT + batch.to(tl.int64) * out_strides[0]
+        pointers = start + (head.to(tl.int64) * out_strides[1] + q_idx * out_strides[2]) + dims[None, :]
+        tl.store(pointers, _quotient(acc, total[:, None], IS_EXACT).to(OUT.dtype.element_ty), mask=inside)
+        spot = (batch * q_heads + kv_head * group + real % group).to(tl.int64) * q_len + real // group
+        tl.store(LSE + spot, softmax.row_lse(peak, total, IS_EXACT), mask=row < rows)
+        if WANT_MAX:
+            tl.store(MAX + spot, softmax.natural_peak(peak, IS_EXACT), mask=row < rows)
+
+
+@triton.jit
+def merge_splits(OUT, LSE, MAX, PARTS, STATS, out_strides, q_heads, group, q_len, lines, splits, V_DIM: tl.constexpr,
+                 V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, WANT_MAX: tl.constexpr):
+    """One row of the results from its sums over all splits; grid: (batch, key head) pairs * rows."""
+    rows = q_len * group
+    pair = tl.program_id(0) // rows
+    row = tl.program_id(0) % rows
+    kv_heads = q_heads // group
+    batch = pair // kv_heads
+    head = pair % kv_heads * group + row % group
+    IS_EXACT: tl.constexpr = OUT.dtype.element_ty == tl.float32
+    UNIT: tl.constexpr = softmax.LOG2E if IS_EXACT else 1.0
+    dims = tl.arange(0, V_PAD)
+    lane = tl.arange(0, SPLITS_AT_ONCE)
+    spot = row % BLOCK_M
+    first = (pair * lines + row // BLOCK_M).to(tl.int64) * splits
+    acc = tl.zeros([V_PAD], tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    peak = tl.full([], float("-inf"), tl.float32)
+    for start in range(0, splits, SPLITS_AT_ONCE):
+        part = first + start + lane
+        inside = start + lane < splits
+        peaks = tl.load(STATS + part * (2 * BLOCK_M) + spot, mask=inside, other=float("-inf"))
+        totals = tl.load(STATS + part * (2 * BLOCK_M) + BLOCK_M + spot, mask=inside, other=0.0)
+        sums = tl.load(PARTS + (part * (BLOCK_M * V_PAD) + spot * V_PAD)[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = softmax.power_of_two((peaks - safe) * UNIT, IS_EXACT)  # 0 of a split without a key
+        correction = softmax.power_of_two((peak - safe) * UNIT, IS_EXACT)
+        acc = acc * correction + tl.sum(sums * weights[:, None], 0)
+        total = total * correction + tl.sum(weights * totals, 0)
+        peak = new_peak
+    pointers = OUT + batch.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
+    pointers += (row // group) * out_strides[2]
+    tl.store(pointers + dims, _quotient(acc, total, IS_EXACT).to(OUT.dtype.element_ty), mask=dims < V_DIM)
+    at = (batch * q_heads + head).to(tl.int64) * q_len + row // group
+    tl.store(LSE + at, softmax.row_lse(peak, total, IS_EXACT))
+    if WANT_MAX:
+        tl.store(MAX + at, softmax.natural_peak(peak, IS_EXACT))
