@@ -211,9 +211,10 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
 
 
 def _hopper_backward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
-    arguments, rows = _Arguments(spec), spec.config.BLOCK_M
+    arguments = _Arguments(spec)
     _by_column(arguments)
-    arguments.described("DQ_SUMS", "fp32", (rows * padded(spec.qk_dim) // 256, 128), swizzle=0)
+    arguments.plain(DQ_SUMS="*fp32")
+    arguments.aligned.append(("DQ_SUMS", None, 16))
     return arguments.types, arguments.aligned
 
 

@@ -267,10 +267,8 @@ def _tiles(config: TileConfig, kernel: str) -> str:
     if kernel == "hopper_forward":
         looking = " and a looking" if role_rows(config) > WARPGROUP_ROWS else ""
         work = f"{config.BLOCK_M // WARPGROUP_ROWS} warpgroups, a copying{looking} warp, 2 buffers"
-    elif kernel in choose.APART:
+    elif kernel in (*choose.FUSED, *choose.APART):
         work = "2 warpgroups, a copying warp, 2 buffers"
-    elif kernel in choose.FUSED:
-        work = f"{config.BLOCK_N // WARPGROUP_ROWS} warpgroups, a copying and 2 adding warps, 2 buffers"
     else:
         work = f"{config.num_warps} warps, {config.num_stages} stages"
     return f"tiles {config.BLOCK_M} x {config.BLOCK_N}, {work}"

@@ -9,8 +9,8 @@ The ideas, each for one reason:
   transposed scores are [keys, queries]: probabilities and their gradients are then, as they are, the register operands of dv and dk.
   exchange   dq of a tile of queries is a sum over all keys: each warpgroup puts its gradients of scores into shared memory and
              multiplies a part of dq (half of the dimensions, or half of the queries) by what both have put there.
-  addition   that part goes to shared memory in the order in which registers hold it, and a warp of its own has the hardware add
-             it to the sums in global memory, which keep that order: no conflicts, no addresses, no wait.
+  addition   that part is added to the sums in global memory from registers, four numbers an instruction, in the order in which
+             registers hold it: nothing goes through shared memory, and no other warp is woken.
   statistics rows' log-sums and deltas come with the tiles, by the same copies; rows past the end have log-sum +inf there, which
              makes their probabilities 0.
   releases   "this buffer is free" is an arrival at a named barrier, as in the forward.
@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -53,30 +52,13 @@ KEYS = gl.constexpr(64)  # of one warpgroup
 ONE = gl.constexpr(0)
 ANY = gl.constexpr(1)
 BOUNDED = gl.constexpr(2)  # finite, whatever the score
-# Named barriers and who comes to them; Triton itself takes one for each of the five roles and one more.
+# Named barriers and who comes to them; Triton itself takes one for each of the three roles and one more.
 EXCHANGE = gl.constexpr(6)  # + 2 * (position of the tile, modulo 2) + warpgroup: its gradients are there; both warpgroups
-SUM_READY = gl.constexpr(10)  # + warpgroup: its part of dq is there; the warpgroup and its adding warp
-SUM_FREE = gl.constexpr(12)  # + warpgroup: that part has been read; the same
 TILE_FREE = gl.constexpr(14)  # + buffer: its queries have been read; both warpgroups and the copying warp
-ADDERS = gl.constexpr(128 + 32)
 EVERYBODY = gl.constexpr(2 * 128 + 32)
 
 
 # ---------------------------------------------------------------- what Gluon has no word for
-if hasattr(tma, "async_atomic_add"):  # since Triton 3.7
-    add_out = tma.async_atomic_add
-else:
-
-    @builtin
-    def add_out(tensor_desc, coord, src, _semantic=None):
-        """Adds a tile in shared memory to one in global memory: copy_out with a sum."""
-        from triton._C.libtriton import ir
-
-        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
-
-
 @gluon.jit
 def nothing(at):
     """0, of which the compiler knows only that it changes with `at`: what is addressed with it is not kept in registers around a
@@ -97,15 +79,6 @@ def seen_as(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 # ---------------------------------------------------------------- layouts
-@gluon.constexpr_function
-def register_order(columns):
-    """[64, columns] in shared memory as a warpgroup's registers hold a product: four of each thread, thread by thread, then the
-    next four."""
-    rest = [[0, 8 << n] for n in range((columns // 8).bit_length() - 1)]
-    four, threads = [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
-    return gl.SharedLinearLayout([*four, *threads, *rest], [], 128)
-
-
 @gluon.constexpr_function
 def part_of(BLOCK_M, QK_PAD):
     """Dimensions of a warpgroup's part of dq: of 64 queries half of them, of 128 all of them for its own 64 queries."""
@@ -171,32 +144,6 @@ def produce(Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M: gl.
         row = pair * steps[3] * BLOCK_M
         at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, PARTIAL, BLOCK_M)
         at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, FULL, BLOCK_M)
-
-
-# ---------------------------------------------------------------- the adding warps
-@gluon.jit
-def add_spans(GROUP: gl.constexpr, DQ_SUMS, part, line, EXTRA, tile, KIND: gl.constexpr):
-    """Adds the parts of all tiles of one kind."""
-    ROWS: gl.constexpr = DQ_SUMS.block_type.shape[0]
-    spans, start, stop, more = tiles.first_span(line, KIND)
-    for span in range(spans):
-        start, stop = further_span(EXTRA, more, span, start, stop)
-        for block in range(start, stop):
-            barrier_wait(SUM_READY + GROUP, ADDERS)
-            add_out(DQ_SUMS, [((tile + block) * 2 + GROUP) * ROWS, 0], part)
-            tma.store_wait(0)
-            barrier_arrive(SUM_FREE + GROUP, ADDERS)
-
-
-@gluon.jit
-def add(GROUP: gl.constexpr, DQ_SUMS, dq_parts, column, table, steps):
-    """One warpgroup's adding warp."""
-    part = dq_parts.index(GROUP)
-    barrier_arrive(SUM_FREE + GROUP, ADDERS)
-    for repeat in range(steps[2]):
-        _, _, pair, line = row_of(repeat, column, table, steps)
-        add_spans(GROUP, DQ_SUMS, part, line, table[1], pair * steps[3], PARTIAL)
-        add_spans(GROUP, DQ_SUMS, part, line, table[1], pair * steps[3], FULL)
 
 
 # ---------------------------------------------------------------- scores
@@ -272,6 +219,23 @@ def issue_part(GROUP: gl.constexpr, from_group, dq, d_scores, k_tiles, QK_PAD: g
 
 
 @gluon.jit
+def add_part(TO, part):
+    """Adds a product [64, columns] to sums in global memory, in the order in which registers hold it: four numbers at once."""
+    COLUMNS: gl.constexpr = part.shape[1]
+    even, odd = gl.split(gl.reshape(part, [64, COLUMNS // 2, 2]))
+    upper_even, lower_even = gl.split(gl.permute(gl.reshape(even, [4, 2, 8, COLUMNS // 2]), (0, 2, 3, 1)))
+    upper_odd, lower_odd = gl.split(gl.permute(gl.reshape(odd, [4, 2, 8, COLUMNS // 2]), (0, 2, 3, 1)))
+    L: gl.constexpr = upper_even.type.layout  # [warp, row, pair of columns]
+    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L))), 1), 2)
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0), 2)
+    pair = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    at = TO + ((pair // 4) * 512 + warp * 128 + row * 16 + (pair % 4) * 4)
+    text: gl.constexpr = "red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;"
+    operands = [at.to(gl.int64), upper_even, upper_odd, lower_even, lower_odd]
+    gl.inline_asm_elementwise(text, "=r,l,f,f,f,f", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
@@ -280,7 +244,7 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
     k_tiles, v_tiles, _, _ = own
     q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
-    d_scores, dq_parts = shared
+    d_scores, DQ_SUMS, tile = shared
     buffer, phase = buffer_of(at)
     turn = 2 * buffer
     q = q_buffers.index(buffer).reshape([BLOCK_M, QK_PAD])
@@ -325,10 +289,7 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     dk = warpgroup_mma(grad, q, dk, is_async=True)
     if WANT_DQ:
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-        barrier_wait(SUM_FREE + GROUP, ADDERS)
-        seen_as(dq_parts.index(GROUP), [64, PART], register_order(PART)).store(dq)
-        fence_async_shared()
-        barrier_arrive(SUM_READY + GROUP, ADDERS)
+        add_part(DQ_SUMS + ((tile + block).to(gl.int64) * 2 + GROUP) * (64 * PART), dq)
         dk = warpgroup_mma_wait(0, deps=[dk])
     else:
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -361,7 +322,7 @@ def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
 
 
 @gluon.jit
-def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
+def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, column, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
             MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
             V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
     """One warpgroup: 64 keys, from their first queries to dk and dv. Where there are no queries those are 0."""
@@ -375,11 +336,12 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, shared, column, table, steps
     mbarrier.wait(v_ready, 0)
     at = 0
     for repeat in range(steps[2]):
-        batch, head, _, line = row_of(repeat, column, table, steps)
+        batch, head, pair, line = row_of(repeat, column, table, steps)
         known = caps
         if KNOWN is not None:  # captured values that are the same for every query
             known = KNOWN(batch, head, kv_idx, caps)
         place = (batch, head, kv_idx, known)
+        shared = (sums[0], sums[1], pair * steps[3])
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD,
                            SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
         dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, FULL, SCORE_MOD, MASK_MOD,
@@ -399,7 +361,7 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs.
 
     STATS [2, query pairs * q_tiles * BLOCK_M]: log-sums and deltas of rows. DQ_SUMS, 0 before: for each (batch, query head) pair and
-    tile of queries, the parts of both warpgroups in the order of registers, in rows of 128."""
+    tile of queries, the parts of both warpgroups in the order of registers."""
     gl.static_assert(QK_PAD == V_PAD, "dk is written by way of the values' tile")
     pair, rank = tiles.locate(gl.program_id(0), pairs, lines, swizzle)
     kv_heads = q_heads // group
@@ -415,9 +377,6 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
     d_scores = gl.allocate_shared_memory(Q.dtype, [4 if WANT_DQ else 1, KEYS, BLOCK_M], D_SCORES)
-    dq_parts = d_scores
-    if WANT_DQ:
-        dq_parts = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * QK_PAD // 256, 128], DQ_SUMS.layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -430,29 +389,18 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     fence_async_shared()
     own = (k_tiles, v_tiles, k_ready, v_ready)
     ring = (q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready)
-    shared = (d_scores, dq_parts)
+    sums = (d_scores, DQ_SUMS)
     column = (kv_batch, kv_head, rank, first)
     table = (ROWS, EXTRA, lines, batch_step, head_step)
     steps = (q_heads, group, repeats, q_tiles)
     sizes = (q_len, kv_len, scale)
-    if WANT_DQ:
-        gl.warp_specialize([
-            (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
-            (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
-            (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
-            (add, (0, DQ_SUMS, dq_parts, column, table, steps)),
-            (add, (1, DQ_SUMS, dq_parts, column, table, steps)),
-        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
-            (consume, (1, DK, DV, own, ring, shared, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                       QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
-            (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
-        ], [4, 1], [240, 24])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (0, DK, DV, own, ring, sums, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
+        (consume, (1, DK, DV, own, ring, sums, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
+        (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 # ---------------------------------------------------------------- the post-pass
