@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 DIMS = [(256, 256), (192, 128), (128, 256), (64, 128), (128, 128), (64, 64)]
-MOST = [(256, 256), (192, 128), (96, 96)]
+MOST = [(256, 256), (96, 96)]
 
 
 @pytest.fixture(autouse=True)
@@ -47,22 +47,26 @@ def test_plain_first() -> None:
     _check(Case(1, 1, 1, 128, 64, 256, 256))
 
 
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (128, 128)])
 @pytest.mark.parametrize("name", LARGE)
 def test_large(name: str, dims: tuple[int, int]) -> None:
     _check(replace(LARGE[name], qk_dim=dims[0], v_dim=dims[1]))
 
 
-@pytest.mark.parametrize("dims, dtype", [((200, 136), torch.float16), ((64, 64), torch.bfloat16)])
 @pytest.mark.parametrize("name", [n for n in CASES if n != "functions"])
-def test_case(name: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_case(name: str) -> None:
     case = CASES[name]
-    sizes = {"q_len": 3 * case.q_len + 33, "kv_len": 3 * case.kv_len, "qk_dim": dims[0], "v_dim": dims[1]}
-    _check(replace(case, **sizes), dtype, draws=4)
+    sizes = {"q_len": 3 * case.q_len + 33, "kv_len": 3 * case.kv_len, "qk_dim": 200, "v_dim": 136}
+    _check(replace(case, **sizes), torch.float16, draws=4)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_any_head_dims(dims: tuple[int, int]) -> None:
+    _check(replace(LARGE["causal"], qk_dim=dims[0], v_dim=dims[1]))
 
 
 @pytest.mark.parametrize("dims", MOST)
-@pytest.mark.parametrize("group", [2, 3, 7, 16])
+@pytest.mark.parametrize("group", [3, 16])
 def test_any_group(group: int, dims: tuple[int, int]) -> None:
     _check(Case(2, 2 * group, 2, 240, 290, *dims, plain(lambda b, h, i, j: (i >= j - 60) & ((i + j + h) % 7 != 0))))
 
@@ -97,7 +101,7 @@ def test_long_rows_agree_with_the_portable_kernels(dims: tuple[int, int], mask: 
         assert (first.double() - portable.double()).norm() <= 0.005 * portable.double().norm()
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_gradients_that_are_asked_for(wanted: tuple[int, ...], dim: int) -> None:
     torch.manual_seed(0)
