@@ -27,6 +27,7 @@ _BACKWARD_PAIRS = 1_000_000
 _SMALL_PAIRS = 150_000
 _ORDERS = ((0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # of batch, head and position in memory
 _UNIT = 8  # elements of 16 bytes, which the hardware's copies ask for
+_TOO_LARGE = ("smooth | stripes",)  # the fused backward's registers do not suffice in any of its tiles: it gives way, announced
 
 
 class Wish(NamedTuple):
@@ -102,7 +103,8 @@ class Problem:
         if wish is None or not (wish.q and wish.k and wish.v) or wish.is_deterministic:
             return False
         pads = {64 if 32 < n <= 64 else 128 if 64 < n <= 128 else 0 for n in dims}
-        return len(pads) == 1 and 0 not in pads and not any(n % _UNIT for n in dims)
+        is_served = len(pads) == 1 and 0 not in pads and not any(n % _UNIT for n in dims)
+        return is_served and self.structure.name not in _TOO_LARGE
 
     def call(self, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """out, lse and, if this problem asks for them, maxima."""
