@@ -27,7 +27,7 @@ _BACKWARD_PAIRS = 1_000_000
 _SMALL_PAIRS = 150_000
 _ORDERS = ((0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # of batch, head and position in memory
 _UNIT = 8  # elements of 16 bytes, which the hardware's copies ask for
-_TOO_LARGE = ("smooth | stripes",)  # the fused backward's registers do not suffice in any of its tiles: it gives way, announced
+_TOO_LARGE = ("smooth | stripes",)  # the fused backward spills in all of its tiles: it gives way, announced
 
 
 class Wish(NamedTuple):
