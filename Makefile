@@ -7,6 +7,7 @@
 #   make test-triton36   kernels compiled by Triton 3.6.0, in an environment of its own (.venv-triton36)
 #   make test-all        the slow ones too: every kernel, configuration and target under both Tritons
 #   make fuzz            10,000 random problems against float64, on a Hopper GPU   (make fuzz FUZZ="--problems 500")
+#                        of gradients too: make fuzz FUZZ=--backward
 #   make notebooks       executes the notebooks
 #   make lint types      ruff (rules and format), mypy
 #   make bench           the benchmarks, and the README's section from their results   (make bench BENCH=--quick)

@@ -1,7 +1,8 @@
-"""Random problems on the forward kernel for Hopper, each compared with float64.
+"""Random problems on the kernels for Hopper, each compared with float64: the forward, or with --backward gradients too.
 
     python -m tests.fuzz --build                                       # without a GPU: kernels into build/fuzz_kernels
     python -m tests.fuzz --problems 10000 --processes 12 --out fuzz.json
+    python -m tests.fuzz --backward ...                                # any of these: forward and backward
     python -m tests.fuzz --seed 4711                                   # one problem alone, with its figures
     python -m tests.fuzz --fresh 100                                   # without a GPU: random structures compile
     compute-sanitizer --tool memcheck python -m tests.fuzz --problems 12 --small
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 
 from tests.fuzz import ahead
-from tests.fuzz.judge import CHECKS
 from tests.fuzz.problems import CROWDED, is_crowded, make
 from tests.fuzz.runner import (
     BREAKS,
@@ -45,7 +45,8 @@ _SHOWN = 40  # failures
 def main() -> int:
     options = _options()
     if options.build:
-        return ahead.build_all(options.kernels, options.processes, lambda line: print(line, flush=True))
+        say = lambda line: print(line, flush=True)
+        return ahead.build_all(options.kernels, options.processes, say, is_backward=options.backward)
     if options.fresh:
         return _fresh(options)
     torch.set_num_threads(1)
@@ -54,7 +55,7 @@ def main() -> int:
     programs = options.programs
     if programs is None and (index % 2 == 1 or options.seed is not None and is_crowded(options.seed)):
         programs = CROWDED
-    way = Way(options.device, options.kernel, options.small, programs)
+    way = Way(options.device, options.kernel, options.small, programs, is_backward=options.backward)
     if programs is not None and options.device == "cuda":
         limit_programs(programs)
     if options.worker is not None:
@@ -94,6 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="seed of the first problem")
     parser.add_argument("--seed", type=int, help="this problem alone")
     parser.add_argument("--only", default="", help="structures whose name has this in it")
+    parser.add_argument("--backward", action="store_true", help="gradients too, of smaller problems")
     parser.add_argument("--small", action="store_true", help="small problems in one process, compared on the CPU")
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--device", choices=("cuda", "cpu"), default=here)
@@ -132,25 +134,28 @@ class Tally:
         self.failures: list[str] = []
         self.by_structure: dict[str, dict[str, Any]] = {}
         self.count = 0
-        self.worst = dict.fromkeys(CHECKS, (0.0, -1))
+        self.worst = dict.fromkeys(way.checks, (0.0, -1))
 
     def add(self, outcome: Outcome) -> None:
         if outcome.seed >= 0:
             self.count += 1
             structure = STRUCTURES[outcome.seed % len(STRUCTURES)].name
-            row = self.by_structure.setdefault(structure, {"problems": 0, **dict.fromkeys(CHECKS, 0.0)})
+            row = self.by_structure.setdefault(structure, {"problems": 0, **dict.fromkeys(self.way.checks, 0.0)})
             row["problems"] += 1
-            for name, figure in zip(CHECKS, outcome.figures):
+            for name, figure in zip(self.way.checks, outcome.figures):
                 row[name] = max(row[name], figure)
                 self.worst[name] = max(self.worst[name], (figure, outcome.seed))
         if outcome.is_right and not self.is_loud:
             return
-        text = "all" if outcome.seed < 0 else str(make(outcome.seed, torch.device("cpu"), is_small=self.way.is_small))
+        text = "all" if outcome.seed < 0 else self._problem(outcome.seed)
         text = f"{text}: {outcome}"
         if not outcome.is_right:
             self.failures.append(text)
         if len(self.failures) <= _SHOWN:
             print(("" if outcome.is_right else "WRONG ") + text, flush=True)
+
+    def _problem(self, seed: int) -> str:
+        return str(make(seed, torch.device("cpu"), is_small=self.way.is_small, is_backward=self.way.is_backward))
 
     def report(self, seconds: float, ends: list[dict[str, Any]]) -> dict[str, Any]:
         import triton
@@ -161,7 +166,8 @@ class Tally:
             "problems": self.count, "failures": len(self.failures), "seconds": round(seconds, 1), "structures": len(self.by_structure),
             "worst": {n: figure for n, (figure, _) in self.worst.items()},
             "worst seeds": {n: seed for n, (_, seed) in self.worst.items()},
-            "kernel": self.way.kernel if self.way.device == "cuda" else "torch operations", "kernels": built, "device": gpu,
+            "kernel": self.way.kernel if self.way.device == "cuda" else "torch operations",
+            "gradients": self.way.is_backward, "kernels": built, "device": gpu,
             "torch": torch.__version__, "triton": triton.__version__, "by structure": self.by_structure, "wrong": self.failures,
         }  # fmt: skip
 
@@ -169,9 +175,10 @@ class Tally:
 def _text(report: dict[str, Any]) -> str:
     worst = ", ".join(f"{name} {figure:.3g}" for name, figure in report["worst"].items())
     kernels = ", ".join(f"{count} {how}" for how, count in report["kernels"].items())
+    kernel = f"{report['kernel']}{', gradients' if report['gradients'] else ''}"
     return (
         f"{report['problems']} problems over {report['structures']} structures in {report['seconds']} s on {report['device']} "
-        f"({report['kernel']}; kernels: {kernels}): {report['failures']} wrong; worst errors, of what is allowed: {worst}"
+        f"({kernel}; kernels: {kernels}): {report['failures']} wrong; worst errors, of what is allowed: {worst}"
     )
 
 

@@ -34,11 +34,12 @@ from flexattn.runtime import compile as compiling
 from flexattn.runtime import device as devices
 from flexattn.runtime.attention import AuxRequest, prepare
 from flexattn.runtime.table_builder import Cut, DeviceTable, build_tables
-from tests.fuzz.problems import make
+from tests.fuzz.problems import Problem, make
 from tests.fuzz.structures import STRUCTURES
 
 FOLDER = Path("build") / "fuzz_kernels"
 ASKED = {"warp_specialized": True}
+_ROUNDS = 60  # of seeds in which every wish of a variant comes
 _NUMBERS_TRIED = 8  # drawn for each structure: some choose between two kernels that build a mask's table
 
 
@@ -57,11 +58,19 @@ def key_of(source: KernelSource) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _skeletons(module: str) -> str:
-    """Of the text of a skeleton and of what skeletons share."""
+    """Of the text of a skeleton, of those it imports from, and of what skeletons share."""
     from flexattn.codegen import skeletons
 
-    files = [Path(skeletons.__path__[0]) / f"{name}.py" for name in ("softmax", "tiles", "leaf_ops", module)]
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+    folder = Path(skeletons.__path__[0])
+    text = (folder / f"{module}.py").read_text()
+    shared = [
+        "softmax",
+        "tiles",
+        "leaf_ops",
+        module,
+        *re.findall(r"^from flexattn\.codegen\.skeletons\.(\w+) import", text, re.M),
+    ]
+    return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in shared)).hexdigest()
 
 
 def store(folder: Path, key: str, compiled: Any) -> None:
@@ -103,13 +112,13 @@ def use(folder: Path) -> Counter[str]:
 
 
 # ---------------------------------------------------------------- building
-def build_all(folder: Path, processes: int, say: Callable[[str], None]) -> int:
-    """Builds every kernel for sm_90 that the structures need and the folder lacks.
+def build_all(folder: Path, processes: int, say: Callable[[str], None], *, is_backward: bool = False) -> int:
+    """Builds every kernel for sm_90 that the structures, with gradients or without, need and the folder lacks.
 
     Returns: how many structures failed.
     """
     names = {n: structure.name for n, structure in enumerate(STRUCTURES)}
-    return in_processes(_build, names, folder, processes, say)
+    return in_processes(functools.partial(build_structure, is_backward=is_backward), names, folder, processes, say)
 
 
 def in_processes(
@@ -128,31 +137,53 @@ def in_processes(
     return failures
 
 
-def _build(index: int, folder: Path) -> str:
-    """Every kernel of one structure, by the road of a call on a GPU, up to the launch."""
+def build_structure(index: int, folder: Path, *, is_backward: bool = False) -> str:
+    """Every kernel of one structure, by the road of a call on a GPU, up to the launch; returns what was built, for people."""
     torch.set_num_threads(1)
-    cpu, cuts = torch.device("cpu"), set()
-    structure = STRUCTURES[index]
     with no_gpu(folder) as log:
-        for number, variant in enumerate(structure.variants):
-            drawn = make(index + len(STRUCTURES) * number, cpu, is_small=True)
-            mask = (None, drawn.mask.mod) if drawn.mask.blocks is None else (drawn.mask.blocks, None)
-            aux = AuxRequest(lse=True, max_scores=variant.want_max)
-            problem, plan = prepare(
-                (drawn.q, drawn.k, drawn.v), drawn.score.mod, mask, scale=drawn.scale, enable_gqa=True, aux=aux, options=ASKED
-            )  # fmt: skip
-            launch.forward(problem, plan)
-            tiles = choose.likely_tiles(problem, plan, "hopper_forward")[0]
-            cuts.add(Cut(tiles.BLOCK_M, tiles.BLOCK_N, False))
+        for seed in _different(index, is_backward):
+            run_without_gpu(make(seed, torch.device("cpu"), is_small=True, is_backward=is_backward))
         for number in range(_NUMBERS_TRIED):
-            drawn = make(index + len(STRUCTURES) * number, cpu, is_small=True)
-            problem, _ = prepare(
-                (drawn.q, drawn.k, drawn.v), None, (drawn.mask.blocks, drawn.mask.mod), enable_gqa=True
-            )
+            drawn = make(index + len(STRUCTURES) * number, torch.device("cpu"), is_small=True)
+            problem, plan = _prepared(drawn)
             predicate = None if problem.block_mask is None else problem.block_mask.predicate
             if predicate is not None and predicate.traced is not None and drawn.mask.blocks is None:
-                build_tables(predicate, tuple(cuts), target_of(90), room=4)
+                tiles = choose.likely_tiles(problem, plan, "hopper_forward")[0]  # of any: a kernel is told of them
+                build_tables(predicate, (Cut(tiles.BLOCK_M, tiles.BLOCK_N, False),), target_of(90), room=4)
     return ", ".join(f"{count} {what}" for what, count in sorted(log.counts.items()))
+
+
+def _different(index: int, is_backward: bool) -> list[int]:
+    """Seeds of a structure with every variant, and with every wish of each variant with and without a gradient of lse."""
+    seeds: dict[Any, int] = {}
+    for number in range(_ROUNDS * len(STRUCTURES[index].variants) if is_backward else len(STRUCTURES[index].variants)):
+        seed = index + len(STRUCTURES) * number
+        drawn = make(seed, torch.device("cpu"), is_small=True, is_empty=True, is_backward=is_backward)
+        has_d_lse = drawn.upstream is not None and drawn.upstream.d_lse is not None
+        seeds.setdefault((drawn.variant, drawn.wish, has_d_lse), seed)
+    return sorted(seeds.values())
+
+
+def run_without_gpu(drawn: Problem) -> None:
+    """What a call of a problem does, inside `no_gpu`."""
+    with drawn.manner():
+        problem, plan = _prepared(drawn)
+        if drawn.upstream is not None:
+            launch.make_tile_maps(problem, plan)
+        out, lse, _ = launch.forward(problem, plan)
+        if drawn.upstream is not None:
+            needs = (
+                *(x.requires_grad for x in (problem.q, problem.k, problem.v)),
+                tuple(c.requires_grad for c in problem.captures),
+            )
+            launch.backward(problem, plan, out, lse, *drawn.upstream, needs)
+
+
+def _prepared(drawn: Problem) -> tuple[Any, Any]:
+    mask = (None, drawn.mask.mod) if drawn.mask.blocks is None else (drawn.mask.blocks, None)
+    aux = AuxRequest(lse=True, max_scores=drawn.variant.want_max)
+    tensors = (drawn.q, drawn.k, drawn.v)
+    return prepare(tensors, drawn.score.mod, mask, scale=drawn.scale, enable_gqa=True, aux=aux, options=ASKED)
 
 
 @dataclass
@@ -173,7 +204,7 @@ class Log:
 @contextmanager
 def no_gpu(folder: Path) -> Iterator[Log]:
     """Inside, every device is a Hopper, kernels are built for one and kept in the folder, and a launch does nothing."""
-    log, before = Log(), (compiling.build, devices.target_for, launch.table_of)
+    log, before = Log(), (compiling.build, devices.target_for, launch.table_of, launch.prepare_tables)
 
     def build(source: KernelSource, translated: Callable[[], None] | None = None) -> Any:
         try:
@@ -191,10 +222,11 @@ def no_gpu(folder: Path) -> Iterator[Log]:
     nothing = torch.zeros(1, 1, 12, dtype=torch.int32)
     compiling.build, devices.target_for = build, lambda device: target_of(90)  # type: ignore[assignment]
     launch.table_of = lambda problem, cut: DeviceTable(nothing, nothing[0, :, :2], 1, 1)
+    launch.prepare_tables = lambda problem, mask, cuts: None
     try:
         yield log
     finally:
-        compiling.build, devices.target_for, launch.table_of = before
+        compiling.build, devices.target_for, launch.table_of, launch.prepare_tables = before
 
 
 def _binary(

@@ -17,12 +17,12 @@ from torch import Tensor
 from tests.fuzz.problems import Problem
 
 CHECKS = ("lse", "out", "mean", "maxima", "empty rows")
-_SINGLE = 2.0**-20  # what float32 may lose on the way to a score, of the size of what is added up
-_HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # what rounding to it may cost, of a value
-_TINY = {torch.bfloat16: 0.0, torch.float16: 2.0**-25}  # and of one that is almost 0
+SINGLE = 2.0**-20  # what float32 may lose on the way to a score, of the size of what is added up
+HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # what rounding to it may cost, of a value
+TINY = {torch.bfloat16: 0.0, torch.float16: 2.0**-25}  # and of one that is almost 0
 _MEAN = 1.1
-_FEW = 2048  # elements of which a mean may be off by chance
-_ALIKE = 0.01  # a scale under which queries hardly matter
+FEW = 2048  # elements of which a mean may be off by chance
+ALIKE = 0.01  # a scale under which queries hardly matter
 
 
 class Right(NamedTuple):
@@ -33,27 +33,51 @@ class Right(NamedTuple):
     maxima: Tensor
     weights: Tensor  # [..., kv_len], normalised
     score_error: Tensor  # of each row, how wrong a kernel's scores may be
+    raw_error: Tensor  # and what comes of their products, before any function
     spread: Tensor  # sums of weight * |value|
     values: Tensor
+    keys: Tensor  # as values, of each query head
+    keep: Tensor
+    raw: Tensor  # scores [..., kv_len] before any function
+    modified: Tensor  # and behind it; of `raw` and captured tensors in autograd's graph where that was asked for
+    scale: float
 
 
-def right(problem: Problem) -> Right:
+def modify(problem: Problem, raw: Tensor) -> Tensor:
+    """Scores as the problem's function leaves them."""
+    if problem.score.mod is None:
+        return raw
+    return problem.score.mod(raw, *_indices(raw)).to(raw.dtype).expand(raw.shape)
+
+
+def keep_of(problem: Problem, modified: Tensor) -> Tensor:
+    """Which pairs count."""
+    keep = ~torch.isneginf(modified)
+    return keep if problem.mask.mod is None else keep & problem.mask.mod(*_indices(modified))
+
+
+def _indices(scores: Tensor) -> list[Tensor]:
+    return [
+        torch.arange(n, device=scores.device).view([-1 if a == d else 1 for d in range(4)])
+        for a, n in enumerate(scores.shape)
+    ]
+
+
+def by_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values of each query head and batch entry."""
+    return x.expand(q.shape[0], -1, -1, -1).repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def right(problem: Problem, *, with_graph: bool = False) -> Right:
     """Dense attention by the formula, as in runtime/reference.py but without asking whether functions are elementwise: these are."""
-    q, k, v = (x.double() for x in (problem.q, problem.k, problem.v))
-    batch, heads, q_len, dim = q.shape
-    k, v = (x.expand(batch, -1, -1, -1).repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    scale = dim**-0.5 if problem.scale is None else problem.scale
-    sizes = (batch, heads, q_len, k.shape[2])
-    b, h, i, j = (
-        torch.arange(n, device=q.device).view([-1 if a == d else 1 for d in range(4)]) for a, n in enumerate(sizes)
-    )
-    scores = q @ k.transpose(-1, -2) * scale
-    if problem.score.mod is not None:
-        scores = problem.score.mod(scores, b, h, i, j).double().expand(sizes)
-    keep = ~torch.isneginf(scores)
-    if problem.mask.mod is not None:
-        keep = keep & problem.mask.mod(b, h, i, j)
-    scores = torch.where(keep, scores, -math.inf)
+    q, k, v = (x.detach().double() for x in (problem.q, problem.k, problem.v))
+    k, v = by_query_head(k, q), by_query_head(v, q)
+    scale = q.shape[3] ** -0.5 if problem.scale is None else problem.scale
+    raw = (q @ k.transpose(-1, -2) * scale).requires_grad_(with_graph)
+    with torch.set_grad_enabled(with_graph):
+        modified = modify(problem, raw)
+    keep = keep_of(problem, modified.detach())
+    scores = torch.where(keep, modified.detach(), -math.inf)
     maxima = scores.amax(-1)
     some = ~torch.isneginf(maxima)
     peak = torch.where(some, maxima, 0.0).unsqueeze(-1)
@@ -62,9 +86,11 @@ def right(problem: Problem) -> Right:
     weights = weights / torch.where(some.unsqueeze(-1), total, 1.0)
     lse = torch.where(some, peak.squeeze(-1) + total.squeeze(-1).log(), -math.inf)
     largest = torch.where(keep, scores.abs(), 0.0).amax(-1)
-    raw = q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True) * abs(scale)
-    error = _SINGLE * (raw * problem.score.gain + raw + largest + 1) + problem.score.slack
-    return Right(weights @ v, lse, maxima, weights, error, weights @ v.abs(), v)
+    size = q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True) * abs(scale)
+    error = SINGLE * (size * problem.score.gain + size + largest + 1) + problem.score.slack
+    return Right(
+        weights @ v, lse, maxima, weights, error, SINGLE * size, weights @ v.abs(), v, k, keep, raw, modified, scale
+    )
 
 
 def judge(problem: Problem, out: Tensor, lse: Tensor, maxima: Tensor | None) -> Tensor:
@@ -76,10 +102,10 @@ def judge(problem: Problem, out: Tensor, lse: Tensor, maxima: Tensor | None) -> 
     """
     wanted = right(problem)
     device, dtype = problem.q.device, out.dtype
-    out, lse = out.to(device).double(), lse.to(device).double()
+    out, lse = out.detach().to(device).double(), lse.detach().to(device).double()
     is_empty = torch.isneginf(wanted.lse)
     rows = _ratio(lse - wanted.lse, wanted.score_error, is_empty)
-    allowed = _allowed(problem, wanted)
+    allowed = allowed_of_out(problem, wanted)
     elements = (out - wanted.out).abs()
     peaks = torch.zeros((), dtype=torch.float64, device=device)
     if maxima is not None:
@@ -99,9 +125,9 @@ def _ratio(error: Tensor, allowed: Tensor, is_empty: Tensor) -> Tensor:
     return torch.where(is_empty, 0.0, error.abs() / allowed).amax()
 
 
-def _allowed(problem: Problem, wanted: Right) -> Tensor:
+def allowed_of_out(problem: Problem, wanted: Right) -> Tensor:
     """Of every element of out: half a unit in the last place of each probability and of the result, and wrong scores."""
-    half, tiny = _HALF[problem.variant.dtype], _TINY[problem.variant.dtype]
+    half, tiny = HALF[problem.variant.dtype], TINY[problem.variant.dtype]
     of_scores = 2 * torch.expm1(wanted.score_error).unsqueeze(-1)
     keys = wanted.values.shape[-2]
     of_tiny = tiny * (1 + keys * wanted.values.abs().amax((-1, -2), keepdim=True))
@@ -119,8 +145,8 @@ def _fair(problem: Problem, wanted: Right, dtype: torch.dtype) -> Tensor:
         rounded = (wanted.weights / unit).to(dtype).double() @ wanted.values * unit
         errors.append((rounded.to(dtype).double() - wanted.out).abs().mean())
     fair = torch.stack(errors).amax()
-    rows_are_alike = problem.scale is not None and abs(problem.scale) < _ALIKE
-    if problem.sizes.kv_len < 64 or wanted.out.numel() < _FEW or rows_are_alike:
-        return torch.maximum(fair, _allowed(problem, wanted).mean())
+    rows_are_alike = problem.scale is not None and abs(problem.scale) < ALIKE
+    if problem.sizes.kv_len < 64 or wanted.out.numel() < FEW or rows_are_alike:
+        return torch.maximum(fair, allowed_of_out(problem, wanted).mean())
     of_scores = (wanted.spread * wanted.score_error.unsqueeze(-1)).mean()
     return fair + of_scores

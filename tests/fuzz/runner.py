@@ -24,6 +24,8 @@ from torch import Tensor
 
 import flexattn
 from flexattn.runtime import device as devices
+from tests.fuzz import gradients
+from tests.fuzz.gradients import judge_gradients
 from tests.fuzz.judge import CHECKS, judge
 from tests.fuzz.problems import Problem, is_crowded, make
 from tests.fuzz.structures import STRUCTURES
@@ -33,6 +35,7 @@ HANGS_AFTER = 30.0  # seconds for a group
 _SLOWER = 20  # is a kernel that a tool looks at
 _SILENT = 180.0  # seconds; a process that builds kernels says nothing for a while
 _RESTARTS = 3
+_GRADIENTS = ("hopper_backward", "dq", "dkdv")  # kernels
 HANGS, BREAKS = 3, 4  # exit statuses of a process that cannot go on
 
 
@@ -45,7 +48,8 @@ class Way:
         kernel: which forward kernel must run on a GPU: 'hopper_forward' or 'forward'.
         is_small: small problems, whose right answers are computed on the CPU (for tools that slow a GPU down).
         programs: how many share all tiles; None for as many as the device has processors.
-        corrupt: what happens to results before they are judged; for tests of the judge.
+        corrupt: what happens to out and lse before they are judged; for tests of the judge.
+        is_backward: problems ask for gradients, which are judged too.
     """
 
     device: str
@@ -53,6 +57,12 @@ class Way:
     is_small: bool = False
     programs: int | None = None
     corrupt: Callable[[Problem, Tensor, Tensor], None] | None = None
+    is_backward: bool = False
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """What an outcome's figures are of."""
+        return (*CHECKS, *gradients.CHECKS) if self.is_backward else CHECKS
 
     @property
     def options(self) -> dict[str, Any]:
@@ -73,7 +83,8 @@ class Outcome:
         return not self.trouble and bool(self.figures) and max(self.figures) <= 1.0
 
     def __str__(self) -> str:
-        figures = ", ".join(f"{name} {figure:.3g}" for name, figure in zip(CHECKS, self.figures))
+        checks = (*CHECKS, *gradients.CHECKS)
+        figures = ", ".join(f"{name} {figure:.3g}" for name, figure in zip(checks, self.figures))
         return self.trouble or figures
 
 
@@ -93,7 +104,7 @@ def run_group(seeds: Sequence[int], way: Way) -> list[Outcome]:
         Hang: one of them does not end; this process cannot go on.
     """
     device = torch.device(way.device, 0) if way.device == "cuda" else torch.device(way.device)
-    problems = [make(seed, device, is_small=way.is_small) for seed in seeds]
+    problems = [make(seed, device, is_small=way.is_small, is_backward=way.is_backward) for seed in seeds]
     launched = [_launch(problem, way) for problem in problems]
     patience = HANGS_AFTER * (_SLOWER if way.is_small else 1)
     _wait([(p.seed, event) for p, (_, event, _) in zip(problems, launched) if event is not None], patience)
@@ -103,7 +114,7 @@ def run_group(seeds: Sequence[int], way: Way) -> list[Outcome]:
         if not trouble:
             if way.corrupt is not None:
                 way.corrupt(problem, results[0], results[1])
-            figures.append(judge(problem.to(torch.device("cpu")) if way.is_small else problem, *results))
+            figures.append(_figures(problem.to(torch.device("cpu")) if way.is_small else problem, results, way))
     if figures:
         rows = iter(torch.stack(figures).tolist())
         for outcome in outcomes:
@@ -111,11 +122,22 @@ def run_group(seeds: Sequence[int], way: Way) -> list[Outcome]:
     return outcomes
 
 
+def _figures(problem: Problem, results: tuple[Any, ...], way: Way) -> Tensor:
+    """Of a problem's (out, lse, maxima), behind which are gradients if it asks for some."""
+    found = judge(problem, *results[:3])
+    if not way.is_backward:
+        return found
+    return torch.cat([found, judge_gradients(problem, *results[:2], results[3:], is_rounded=way.device == "cuda")])
+
+
 def _launch(problem: Problem, way: Way) -> tuple[Any, torch.cuda.Event | None, str]:
     """(results, an event behind them, what went wrong)."""
-    before = flexattn.stats().launches[way.kernel]
+    before = flexattn.stats().launches.copy()
     try:
-        results = problem.call(**way.options)
+        with problem.manner():
+            results = problem.call(**way.options)
+            if way.is_backward:
+                results = (*(x if x is None else x.detach() for x in results), *problem.differentiate(*results[:2]))
     except Exception as error:
         if isinstance(error, torch.AcceleratorError):  # the device answers nothing any more
             raise
@@ -124,8 +146,11 @@ def _launch(problem: Problem, way: Way) -> tuple[Any, torch.cuda.Event | None, s
         return results, None, ""
     event = torch.cuda.Event()
     event.record()
-    ran = flexattn.stats().launches[way.kernel] - before
-    return results, event, "" if ran == 1 else f"{way.kernel} ran {ran} times"
+    launches = flexattn.stats().launches
+    expected = {way.kernel: 1, **({"hopper_backward": int(problem.is_fused)} if way.is_backward else {})}
+    ran = {kernel: launches[kernel] - before[kernel] for kernel in expected}
+    wrong = [f"{kernel} ran {count} times" for kernel, count in ran.items() if count != expected[kernel]]
+    return results, event, ", ".join(wrong)
 
 
 def _wait(events: list[tuple[int, torch.cuda.Event]], patience: float) -> None:
@@ -150,8 +175,14 @@ def outcomes_of(
 
 def too_many_builds(kinds: Set[tuple[Any, ...]], way: Way) -> str:
     """Whether more kernels were built than these problems are of kinds: a number or a length was compiled in."""
-    built = flexattn.stats().builds[way.kernel]
-    return f"{built} kernels were built for {len(kinds)} kinds of problems" if built > len(kinds) else ""
+    builds, forward = flexattn.stats().builds, {kind[:3] for kind in kinds}
+    allowed = {way.kernel: len(forward), **(dict.fromkeys(_GRADIENTS, len(kinds)) if way.is_backward else {})}
+    wrong = [
+        f"{builds[n]} {n} kernels were built for {most} kinds of problems"
+        for n, most in allowed.items()
+        if builds[n] > most
+    ]
+    return ", ".join(wrong)
 
 
 # ---------------------------------------------------------------- one of several processes

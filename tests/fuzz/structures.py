@@ -29,11 +29,19 @@ class Sizes(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A score_mod, how much of an error of the raw score it passes on, and the absolute error that its functions may add to it."""
+    """A score_mod and how wrong a kernel's may be.
+
+    Attributes:
+        mod: the function.
+        gain: how much of an error of the raw score it passes on.
+        slack: the absolute error that its functions may add to the score.
+        bend: and to its slope, the derivative by the raw score; None where that is the same for every score.
+    """
 
     mod: Mod | None
     gain: float = 1.0
     slack: float = 0.0
+    bend: float | None = None
 
 
 class Mask(NamedTuple):
@@ -45,15 +53,23 @@ class Mask(NamedTuple):
 
 @dataclass
 class Draw:
-    """Random numbers and captured tensors for one problem, the same on every device."""
+    """Random numbers and captured tensors for one problem, the same on every device.
+
+    Attributes:
+        need_captures: captured tensors of the score need gradients, and are kept in `captured`.
+        is_exact: they are float64, of the same values.
+    """
 
     rng: random.Random
     sizes: Sizes
     dtype: torch.dtype
     device: torch.device
+    need_captures: bool = False
+    is_exact: bool = False
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.rng.randrange(1 << 40))
+        self.captured: list[Tensor] = []
 
     def whole(self, low: int, high: int) -> int:
         """An integer of [low, high], often one at which tiles end or kernels are specialised."""
@@ -70,7 +86,12 @@ class Draw:
         return self.rng.uniform(low, high)
 
     def floats(self, *shape: int, size: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-        return (torch.randn(shape, generator=self.generator) * size).to(dtype).to(self.device)
+        made = (torch.randn(shape, generator=self.generator) * size).to(dtype).to(self.device)
+        if self.is_exact:
+            made = made.double()
+        if self.need_captures:
+            self.captured.append(made.requires_grad_())
+        return made
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Of [low, high]."""
@@ -288,7 +309,8 @@ def _same(d: Draw) -> Score:
 
 def _softcap(d: Draw) -> Score:
     cap = d.real(0.5, 60.0)
-    return Score(lambda s, b, h, i, j: cap * torch.tanh(s / cap), slack=cap * _TANH[d.dtype])
+    tanh = _TANH[d.dtype]
+    return Score(lambda s, b, h, i, j: cap * torch.tanh(s / cap), slack=cap * tanh, bend=2.5 * tanh)
 
 
 def _alibi(d: Draw) -> Score:
@@ -301,8 +323,10 @@ def _alibi_by_formula(d: Draw) -> Score:
 
 
 def _softcap_and_alibi(d: Draw) -> Score:
-    cap, slopes = d.real(1.0, 40.0), d.floats(d.sizes.q_heads, size=0.02)
-    return Score(lambda s, b, h, i, j: cap * torch.tanh((s + slopes[h] * (j - i)) / cap), slack=cap * _TANH[d.dtype])
+    cap, slopes, tanh = d.real(1.0, 40.0), d.floats(d.sizes.q_heads, size=0.02), _TANH[d.dtype]
+    return Score(
+        lambda s, b, h, i, j: cap * torch.tanh((s + slopes[h] * (j - i)) / cap), slack=cap * tanh, bend=2.5 * tanh
+    )
 
 
 def _relative_bias(d: Draw) -> Score:
@@ -370,7 +394,11 @@ def _of_keys_alone(d: Draw) -> Score:
 
 def _smooth(d: Draw) -> Score:
     factor = d.real(0.1, 3.0)
-    return Score(lambda s, b, h, i, j: factor * torch.log(1 + torch.exp(torch.clamp(s, -20, 20))), gain=factor)
+    return Score(
+        lambda s, b, h, i, j: factor * torch.log(1 + torch.exp(torch.clamp(s, -20, 20))),
+        gain=factor,
+        bend=factor * 2.0**-16,
+    )
 
 
 SCORES: dict[str, Callable[[Draw], Score]] = {

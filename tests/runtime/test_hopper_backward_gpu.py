@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,45 @@ def test_what_is_not_written_would_show(dim: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_no_pattern_of_spans_hangs(dim: int) -> None:
     for case in patterns(20, 2000, dim):
+        _check(case)
+
+
+def _columns(count: int, dim: int) -> Iterator[Case]:
+    """Cases by what columns of 128 keys hold, which differs by head: nothing, one tile of queries, the first or the last, every other
+    one (more spans than a row has room for), two runs, all; tiles are partial or full, and query heads share keys."""
+    generator = torch.Generator().manual_seed(dim)
+    for n in range(count):
+        lines, columns, heads, group = 32 + n % 5, 5 + n % 4, 2 + 2 * (n % 2), 1 + n % 2
+        kinds = torch.randint(0, 7, (heads, columns), generator=generator)
+        kept = torch.zeros(heads, lines, columns, dtype=torch.bool)
+        for head in range(heads):
+            for column in range(columns):
+                first, last = sorted(torch.randint(0, lines, (2,), generator=generator).tolist())
+                chosen = {
+                    1: [first], 2: [0], 3: [lines - 1], 4: range(0, lines, 2), 5: [*range(first), *range(last, lines)],
+                    6: range(lines),
+                }.get(int(kinds[head, column]), [])  # fmt: skip
+                kept[head, list(chosen), column] = True
+        whole = torch.rand(lines, generator=generator) < 0.7
+        kept, whole = kept.to(GPU), whole.to(GPU)
+        mask = lambda b, h, i, j, kept=kept, whole=whole: (
+            kept[h, i // 64, j // 128] & (whole[i // 64] | ((i + j) % 3 != 0))
+        )
+        yield Case(
+            1 + n % 2,
+            heads,
+            heads // group,
+            64 * lines - 7 * (n % 3),
+            128 * columns - 31 * (n % 2),
+            dim,
+            dim,
+            plain(mask),
+        )
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_kind_of_column_hangs(dim: int) -> None:
+    for case in _columns(24, dim):
         _check(case)
 
 
