@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 MOST_QUERIES = 64  # beyond, products bound a call, and the forward kernels are made for those
 FEWEST_KEYS = 256  # below, one program reads them as fast as several
 MOST_SPLITS = 256
-PROGRAMS_EACH = 2  # of a processor: one computes while the other's tiles arrive
+PROGRAMS_EACH = (
+    1  # of a processor: more read from more places at once, which memory gives back more slowly (measured: 3 %)
+)
 SPLIT_COST = 2  # tiles that a program could read while it starts and ends
 _ROWS = (16, 32, 64)  # of a tile: what a matrix instruction takes at least, and what registers hold at most
 _ASKED = 4096  # pairs of a mask looked at together: 32 a thread
@@ -84,9 +86,9 @@ def decode_tiles(
     return (config,)
 
 
-def asked_together(config: TileConfig) -> int:
-    """Tiles of which every pair is looked at together, where a mask has no formula."""
-    return max(1, _ASKED // (config.BLOCK_M * config.BLOCK_N))
+def asked_together(config: TileConfig) -> tuple[int, int]:
+    """Tiles of which every pair is looked at together where a mask has no formula: with all rows, and with a single query."""
+    return max(1, _ASKED // (config.BLOCK_M * config.BLOCK_N)), min(64, _ASKED // config.BLOCK_N)
 
 
 # ---------------------------------------------------------------- splits
@@ -104,7 +106,7 @@ def split_count(*, groups: int, kept: int, tile: int, processors: int) -> int:
 
     Example:
         >>> split_count(groups=8, kept=8192, tile=64, processors=132), split_count(groups=512, kept=4096, tile=64, processors=132)
-        (32, 1)
+        (16, 1)
 
     Source: after the heuristic of Flash-Decoding (Dao et al., 2023), which counts waves of programs.
     """
