@@ -81,12 +81,19 @@ def _hull(ends, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr, B
 
 
 @triton.jit
-def _by_formula(ends, begin, first, splits, uncut, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr,
+def _cut(begin, own, first, splits, kv_len, BLOCK_N: tl.constexpr):
+    """The last of a program's tiles, if the length cuts it."""
+    last = first + (own - 1) * splits
+    return tl.where((last + 1) * BLOCK_N > kv_len, _below(own - begin) & ~_below(own - 1 - begin), 0)
+
+
+@triton.jit
+def _by_formula(ends, begin, own, first, splits, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr,
                 DROPPED: tl.constexpr, BY_HEAD: tl.constexpr):
     """(kept, partial) of a program's tiles from the begin-th on: those with a pair that a zone keeps, and those with one that a zone
     drops or that the length cuts."""
     kept = tl.full([], 0, tl.int64)
-    partial = ~_below(_place_of(uncut, first, splits) - begin)
+    partial = _cut(begin, own, first, splits, kv_len, BLOCK_N)
     for zone in tl.static_range(KEPT + DROPPED):
         start, stop = _run_of(ends, ZONE_ENDS * zone, q_lo, q_hi, kv_len, BLOCK_N, BY_HEAD)
         run = _below(_place_of(stop, first, splits) - begin) & ~_below(_place_of(start, first, splits) - begin)
@@ -205,32 +212,33 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_stri
     kv_head = pair % kv_heads
     rows = q_len * group
     row = line * BLOCK_M + tl.arange(0, BLOCK_M)
-    _begin(IS_CHAINED)
     real = tl.minimum(row, rows - 1)  # behind the last row it comes again, which keeps nothing more
     q_idx = (real // group)[:, None]
     head = (kv_head * group + real % group)[:, None]
-    q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     q_lo = line * BLOCK_M // group
-    q_hi = tl.minimum(line * BLOCK_M + BLOCK_M, rows) - 1
-    q_hi = q_hi // group
+    q_hi = (tl.minimum(line * BLOCK_M + BLOCK_M, rows) - 1) // group
     if BY_HEAD:
         q_lo = q_lo + real * 0
     first = split
     stop = (kv_len - 1) // BLOCK_N + 1
-    uncut = kv_len // BLOCK_N  # tiles that the length does not cut
-    if ZONES is not None:
+    if ZONES is None:
+        own = _place_of(stop, first, splits)
+        _begin(IS_CHAINED)
+    else:
+        _begin(IS_CHAINED)
         ends = ZONES(batch, kv_head * group + real % group if BY_HEAD else kv_head, caps)
         begin, stop = _hull(ends, q_lo, q_hi, kv_len, BLOCK_N, KEPT, BY_HEAD)
         first = begin + split
-    own = _place_of(stop, first, splits)
+        own = _place_of(stop, first, splits)
+    q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
     is_alone = (q_lo == q_hi) & (1 - OF_HEADS > 0)  # one query is asked for in place of all rows
     for at in range(0, own, STRIP):
         if ZONES is not None:
-            kept, partial = _by_formula(ends, at, first, splits, uncut, q_lo, q_hi, kv_len, BLOCK_N, KEPT, DROPPED, BY_HEAD)
+            kept, partial = _by_formula(ends, at, own, first, splits, q_lo, q_hi, kv_len, BLOCK_N, KEPT, DROPPED, BY_HEAD)
         elif MASK_MOD is not None:
             if is_alone:
                 kept, partial = _by_asking(at, own, first, splits, batch, kv_head * group, tl.full([1, 1], 0, tl.int32) + q_lo,
@@ -240,7 +248,7 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_stri
                                            BLOCK_N, ASKED)
         else:
             kept = _below(own - at)
-            partial = ~_below(_place_of(uncut, first, splits) - at)
+            partial = _cut(at, own, first, splits, kv_len, BLOCK_N)
         acc, peak, total = _sweep(acc, peak, total, kept & ~partial, q, K, V, first + at * splits, splits, k_strides, v_strides,
                                   caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD,
                                   MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
@@ -273,7 +281,6 @@ def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines
                  V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, WANT_MAX: tl.constexpr,
                  IS_CHAINED: tl.constexpr):
     """One row of the results from its sums over all splits; grid: (batch, key head) pairs * rows."""
-    _begin(IS_CHAINED)
     rows = q_len * group
     pair = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
@@ -289,6 +296,7 @@ def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines
     acc = tl.zeros([V_PAD], tl.float32)
     total = tl.full([], 0.0, tl.float32)
     peak = tl.full([], float("-inf"), tl.float32)
+    _begin(IS_CHAINED)
     for start in range(0, splits, SPLITS_AT_ONCE):
         inside = start + lane < splits
         part = PARTS + (first + start + lane) * (BLOCK_M * (V_PAD + 2))
