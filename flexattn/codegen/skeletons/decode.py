@@ -127,12 +127,15 @@ def _by_asking(begin, own, first, splits, batch, head, q_idx, q_len, kv_len, cap
 
 # ---------------------------------------------------------------- sums over them
 @triton.jit
-def _begin(IS_CHAINED: tl.constexpr):
+def _begin(place, IS_CHAINED: tl.constexpr):
     """To be called before anything is read or written. IS_CHAINED: the program is started while the kernel before it may still run,
-    so that nobody waits for a launch; here it waits for that kernel's end, and lets the next one be started in the same way."""
+    so that nobody waits for a launch; here it waits for that kernel's end, and lets the next one be started in the same way.
+
+    `place` is not negative; the compiler does not know it, or it would wait before the place is computed."""
     if IS_CHAINED:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if place >= 0:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -227,9 +230,9 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_stri
     stop = (kv_len - 1) // BLOCK_N + 1
     if ZONES is None:
         own = _place_of(stop, first, splits)
-        _begin(IS_CHAINED)
+        _begin(own, IS_CHAINED)
     else:
-        _begin(IS_CHAINED)
+        _begin(pair, IS_CHAINED)
         ends = ZONES(batch, kv_head * group + real % group if BY_HEAD else kv_head, caps)
         begin, stop = _hull(ends, q_lo, q_hi, kv_len, BLOCK_N, KEPT, BY_HEAD)
         first = begin + split
@@ -249,10 +252,11 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_stri
         else:
             kept = _below(own - at)
             partial = _cut(at, own, first, splits, kv_len, BLOCK_N)
-        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, q, K, V, first + at * splits, splits, k_strides, v_strides,
+        rows_of_q = tl.where(kept != 0, q, tl.zeros_like(q))  # it is the same: the compiler waits for q here and not before
+        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, rows_of_q, K, V, first + at * splits, splits, k_strides, v_strides,
                                   caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD,
                                   MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
-        acc, peak, total = _sweep(acc, peak, total, kept & partial, q, K, V, first + at * splits, splits, k_strides, v_strides,
+        acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, K, V, first + at * splits, splits, k_strides, v_strides,
                                   caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD,
                                   MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
     IS_EXACT: tl.constexpr = q.dtype == tl.float32
@@ -296,7 +300,7 @@ def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines
     acc = tl.zeros([V_PAD], tl.float32)
     total = tl.full([], 0.0, tl.float32)
     peak = tl.full([], float("-inf"), tl.float32)
-    _begin(IS_CHAINED)
+    _begin(row, IS_CHAINED)
     for start in range(0, splits, SPLITS_AT_ONCE):
         inside = start + lane < splits
         part = PARTS + (first + start + lane) * (BLOCK_M * (V_PAD + 2))
