@@ -84,9 +84,9 @@ def decode_tiles(
     return (config,)
 
 
-def asked_together(config: TileConfig) -> int:
-    """Tiles of which every pair is looked at together, where a mask has no formula."""
-    return max(1, _ASKED // (config.BLOCK_M * config.BLOCK_N))
+def asked_together(config: TileConfig) -> tuple[int, int]:
+    """Tiles of which every pair is looked at together where a mask has no formula: with all rows, and with a single query."""
+    return max(1, _ASKED // (config.BLOCK_M * config.BLOCK_N)), min(64, _ASKED // config.BLOCK_N)
 
 
 # ---------------------------------------------------------------- splits

@@ -16,6 +16,7 @@ from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, query_buffers, role_ro
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import padded, tile_dims
+from flexattn.frontend.expr import DEP_H
 from flexattn.frontend.zones import zones
 
 _SKELETONS = {
@@ -135,10 +136,12 @@ def _options(spec: KernelSpec) -> dict[str, Any]:
     that is free to fuse a product with a sum does so in one kernel and not in the next, and a probability that is made again is
     then no longer the same."""
     is_single = bool(spec.layouts) and spec.layouts[0].dtype == "fp32"
+    chained = {"launch_pdl": True} if spec.is_chained else {}
     return {
         "num_warps": role_rows(spec.config) // 16 if spec.kernel == "hopper_forward" else spec.config.num_warps,
         "num_stages": spec.config.num_stages,
         "enable_fp_fusion": not is_single,
+        **chained,
     }
 
 
@@ -274,7 +277,7 @@ def _decode_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int 
     arguments = _Arguments(spec)
     _inputs(arguments)
     arguments.result("OUT", spec.v_dim, "out_strides")
-    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", STATS="*fp32", scale="fp32", **_SPLIT, kv_len="i32")
+    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", scale="fp32", **_SPLIT, kv_len="i32")
     arguments.captures()
     return arguments.types, arguments.aligned
 
@@ -282,7 +285,7 @@ def _decode_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int 
 def _merge_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     arguments.result("OUT", spec.v_dim, "out_strides")
-    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", STATS="*fp32", **_SPLIT)
+    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", **_SPLIT)
     arguments.aligned.append(("PARTS", None, 16))
     return arguments.types, arguments.aligned
 
@@ -373,7 +376,7 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     if spec.kernel == "merge":
         return {"V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "SPLITS_AT_ONCE": max(4, 4096 // v_pad),
-                "WANT_MAX": spec.want_max}  # fmt: skip
+                "WANT_MAX": spec.want_max, "IS_CHAINED": spec.is_chained}  # fmt: skip
     if spec.kernel == "hopper_dq":
         return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
     part = qk_pad * 3 // 4  # whole columns of 64, or half a one
@@ -420,7 +423,12 @@ def _decode_constexprs(spec: KernelSpec) -> dict[str, Any]:
     found = formula_of(spec.mask, spec.wide_numbers)
     kept, dropped = (0, 0) if found is None else (len(found.kept), len(found.dropped))
     by_head = found is not None and is_by_head(found)
-    return {"ZONES": None, "KEPT": kept, "DROPPED": dropped, "BY_HEAD": by_head, "ASKED": asked_together(spec.config)}
+    asked, alone = asked_together(spec.config)
+    of_heads = spec.mask is not None and bool(spec.mask.body.deps & DEP_H)
+    return {
+        "ZONES": None, "KEPT": kept, "DROPPED": dropped, "BY_HEAD": by_head, "ASKED": asked, "ASKED_ALONE": alone,
+        "OF_HEADS": of_heads, "IS_CHAINED": spec.is_chained,
+    }  # fmt: skip
 
 
 def _builder_constexprs(spec: KernelSpec) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flexattn.codegen.target import Target
+from flexattn.codegen.target import GFX942, Target
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import DTypeError, UnsupportedError
 from flexattn.frontend.box_bounds import box_bounds
@@ -142,6 +142,12 @@ class KernelSpec:
     def is_gluon(self) -> bool:
         """Whether the kernel says where each element lies: its skeleton is written in Gluon."""
         return self.kernel == "hopper_forward" or self.kernel in HOPPER_GRADIENTS
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether the kernel is started before the one in front of it has ended, for whose results it waits by itself: decoding is
+        short, and a launch takes as long as reading a thousand keys."""
+        return self.kernel in ("decode", "merge") and 90 <= self.target.arch < GFX942
 
     @property
     def dialect(self) -> str:

@@ -7,21 +7,24 @@ cache that grows by a token builds, decides and keeps nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexattn.codegen.decode_tiles import FEWEST_KEYS, MOST_QUERIES, pays, split_count
 from flexattn.codegen.shared_memory import tile_dims
-from flexattn.codegen.spec import KernelSpec, fresh_layout
+from flexattn.codegen.spec import KernelSpec, any_wide, capture_layout, fresh_layout, wide_number
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig
-from flexattn.runtime.choose import Chosen, choose
-from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds
+from flexattn.runtime import device as devices
+from flexattn.runtime.choose import Chosen, bound, choose
+from flexattn.runtime.compile import InterpretedKernel, Kernel, Starts, first_that_builds, keep_ready
 from flexattn.runtime.plan import Plan, Problem, dense_strides, why_no_decode
 
+_EACH_CALL = ("caps", "kv_len")  # arguments that follow tensors, values and the number of keys
 Results = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -49,9 +52,8 @@ def splits_of(problem: Problem, config: TileConfig, target: Target) -> int:
     """Into how many parts the keys of a call are split."""
     if problem.options.split_kv is not None:
         return problem.options.split_kv
-    q, k = problem.q, problem.k
-    groups = q.shape[0] * k.shape[1] * _lines(problem, config)
-    return _split_count(groups, k.shape[2], config.BLOCK_N, target.processors)
+    groups = problem.q.shape[0] * problem.k.shape[1] * _lines(problem, config)
+    return _split_count(groups, problem.k.shape[2], config.BLOCK_N, target.processors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,53 +66,90 @@ def _lines(problem: Problem, config: TileConfig) -> int:
     return -(-problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1]) // config.BLOCK_M)
 
 
+class Ready(NamedTuple):
+    """The launches for calls of certain sizes but for the number of keys, and float32 numbers that go from the one to the other."""
+
+    decode: Starts
+    merge: Starts | None  # of keys that are split
+    between: int
+
+
 def forward(
-    problem: Problem, plan: Plan, order: tuple[int, ...], inputs: dict[str, Any], sizes: dict[str, Any]
-) -> Results:
+    problem: Problem, plan: Plan, order: tuple[int, ...], inputs: Callable[[], dict[str, Any]],
+    sizes: Callable[[], dict[str, Any]],
+) -> Results:  # fmt: skip
     """Runs the decode kernel, and where keys are split the one that merges the parts.
 
     Args:
         problem, plan: one call; last strides are 1.
         order: of out's dimensions in memory.
-        inputs: the tensors and captured values that every attention kernel has.
-        sizes: and the sizes.
+        inputs: makes the tensors and captured values that every attention kernel has.
+        sizes: makes the sizes.
 
     Raises:
         CompileError: no configuration could be built.
         StaleMaskError: a captured tensor has been written to since the mask was made.
     """
-    mask = problem.block_mask
+    q, mask = problem.q, problem.block_mask
     if mask is not None and mask.predicate is not None:
         mask.predicate.check_current()
-    start = lambda chosen: _start(problem, plan, chosen, order, {**inputs, **sizes})
-    return start(choose(problem, plan, "decode", start, want_max=problem.want_max))
+    known: dict[Any, Any] = plan.memo.setdefault("ready to decode", {})
+    key = (order, *_key(problem))
+    config, target = known.get(key), devices.target_for(q.device)
+    ready = None if config is None else known.get((key, splits_of(problem, config, target)))
+    if ready is not None:
+        return _start(problem, ready, order, inputs())
+    fixed, given = sizes(), inputs()
+    make = lambda chosen: _ready(problem, plan, chosen, {**fixed, **given, "out_strides": _out_strides(problem, order)})
+    run = lambda chosen: _start(problem, make(chosen), order, given)
+    chosen = choose(problem, plan, "decode", run, want_max=problem.want_max)
+    ready = make(chosen)
+    if not devices.is_capturing(q.device):  # a call then times nothing, a later one may
+        keep_ready(known, key, chosen.config)
+        keep_ready(known, (key, splits_of(problem, chosen.config, target)), ready)
+    return _start(problem, ready, order, given)
 
 
-def _start(problem: Problem, plan: Plan, chosen: Chosen, order: tuple[int, ...], arguments: dict[str, Any]) -> Results:
-    q, (_, kv_heads, _, v_dim), spec = problem.q, problem.v.shape, chosen.spec
+def _key(problem: Problem) -> tuple[Any, ...]:
+    """What launches rest on that are ready, but for the number of splits."""
+    q, k, v = problem.q, problem.k, problem.v
+    captures, numbers = bound(problem)
+    length = k.shape[2] if problem.options.autotune else any_wide((k.shape[2],))
+    return (
+        q.device.index, problem.scale, problem.want_max, q.shape, k.shape[:2], v.shape[0], v.shape[3], length,
+        q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+        tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)),
+    )  # fmt: skip
+
+
+def _out_strides(problem: Problem, order: tuple[int, ...]) -> tuple[int, ...]:
+    return dense_strides((*problem.q.shape[:3], problem.v.shape[3]), order)
+
+
+def _ready(problem: Problem, plan: Plan, chosen: Chosen, arguments: dict[str, Any]) -> Ready:
+    q, spec = problem.q, chosen.spec
     lines, splits = _lines(problem, spec.config), splits_of(problem, spec.config, spec.target)
-    pairs = q.shape[0] * kv_heads
-    out_shape = (*q.shape[:3], v_dim)
-    out = torch.empty_permuted(out_shape, order, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    programs = q.shape[0] * problem.k.shape[1] * lines * splits
+    arguments = {**arguments, "lines": lines, "splits": splits}
+    decode = chosen.kernel.fix(programs, arguments, changing=_EACH_CALL)
+    if splits == 1:
+        return Ready(decode, None, 0)
+    merge = _merge_kernel(plan, spec, problem).fix(q.shape[0] * q.shape[1] * q.shape[2], arguments)
+    v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
+    return Ready(decode, merge, programs * spec.config.BLOCK_M * (v_pad + 2))
+
+
+def _start(problem: Problem, ready: Ready, order: tuple[int, ...], inputs: dict[str, Any]) -> Results:
+    q, single = problem.q, torch.float32
+    out = torch.empty_permuted((*q.shape[:3], problem.v.shape[3]), order, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=single, device=q.device)
     peaks = torch.empty_like(lse) if problem.want_max else None
-    stats = parts = lse
-    if splits > 1:
-        rows = pairs * lines * splits * spec.config.BLOCK_M
-        stats = torch.empty(2 * rows, dtype=torch.float32, device=q.device)
-        parts = torch.empty(rows * _v_pad(spec), dtype=torch.float32, device=q.device)
-    arguments = {
-        **arguments, "OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks, "PARTS": parts, "STATS": stats,
-        "out_strides": dense_strides(out_shape, order), "lines": lines, "splits": splits,
-    }  # fmt: skip
-    chosen.kernel(pairs * lines * splits, arguments, device=q.device)
-    if splits > 1:
-        _merge_kernel(plan, spec, problem)(q.shape[0] * q.shape[1] * q.shape[2], arguments, device=q.device)
+    parts = lse if ready.merge is None else torch.empty(ready.between, dtype=single, device=q.device)
+    results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks, "PARTS": parts}
+    ready.decode({**inputs, **results, "kv_len": problem.k.shape[2]}, device=q.device)
+    if ready.merge is not None:
+        ready.merge(results, device=q.device)
     return out, lse, peaks
-
-
-def _v_pad(spec: KernelSpec) -> int:
-    return tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
 
 
 def _merge_kernel(plan: Plan, spec: KernelSpec, problem: Problem) -> Kernel | InterpretedKernel:

@@ -85,7 +85,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
 
     with devices.current(q.device):
         if decode.decode_choice(problem, devices.target_for(q.device))[0]:
-            return decode.forward(problem, plan, order, _inputs(problem), _fixed(problem))
+            return decode.forward(problem, plan, order, lambda: _inputs(problem), lambda: _fixed(problem))
         fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
         return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
 

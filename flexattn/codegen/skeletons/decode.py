@@ -81,12 +81,19 @@ def _hull(ends, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr, B
 
 
 @triton.jit
-def _by_formula(ends, begin, first, splits, uncut, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr,
+def _cut(begin, own, first, splits, kv_len, BLOCK_N: tl.constexpr):
+    """The last of a program's tiles, if the length cuts it."""
+    last = first + (own - 1) * splits
+    return tl.where((last + 1) * BLOCK_N > kv_len, _below(own - begin) & ~_below(own - 1 - begin), 0)
+
+
+@triton.jit
+def _by_formula(ends, begin, own, first, splits, q_lo, q_hi, kv_len, BLOCK_N: tl.constexpr, KEPT: tl.constexpr,
                 DROPPED: tl.constexpr, BY_HEAD: tl.constexpr):
     """(kept, partial) of a program's tiles from the begin-th on: those with a pair that a zone keeps, and those with one that a zone
     drops or that the length cuts."""
     kept = tl.full([], 0, tl.int64)
-    partial = ~_below(_place_of(uncut, first, splits) - begin)
+    partial = _cut(begin, own, first, splits, kv_len, BLOCK_N)
     for zone in tl.static_range(KEPT + DROPPED):
         start, stop = _run_of(ends, ZONE_ENDS * zone, q_lo, q_hi, kv_len, BLOCK_N, BY_HEAD)
         run = _below(_place_of(stop, first, splits) - begin) & ~_below(_place_of(start, first, splits) - begin)
@@ -98,9 +105,9 @@ def _by_formula(ends, begin, first, splits, uncut, q_lo, q_hi, kv_len, BLOCK_N: 
 
 
 @triton.jit
-def _by_asking(begin, own, first, splits, uncut, batch, head, q_idx, q_len, kv_len, caps, MASK_MOD: tl.constexpr,
-               READS: tl.constexpr, BLOCK_N: tl.constexpr, ASKED: tl.constexpr):
-    """The same by every pair, ASKED tiles together: (some pair is kept, some is dropped)."""
+def _by_asking(begin, own, first, splits, batch, head, q_idx, q_len, kv_len, caps, MASK_MOD: tl.constexpr, READS: tl.constexpr,
+               BLOCK_N: tl.constexpr, ASKED: tl.constexpr):
+    """The same by every pair of some queries, ASKED tiles together: (some pair is kept, some is dropped)."""
     kept = tl.full([], 0, tl.int64)
     partial = tl.full([], 0, tl.int64)
     column = tl.arange(0, ASKED * BLOCK_N)
@@ -119,6 +126,18 @@ def _by_asking(begin, own, first, splits, uncut, batch, head, q_idx, q_len, kv_l
 
 
 # ---------------------------------------------------------------- sums over them
+@triton.jit
+def _begin(place, IS_CHAINED: tl.constexpr):
+    """To be called before anything is read or written. IS_CHAINED: the program is started while the kernel before it may still run,
+    so that nobody waits for a launch; here it waits for that kernel's end, and lets the next one be started in the same way.
+
+    `place` is not negative; the compiler does not know it, or it would wait before the place is computed."""
+    if IS_CHAINED:
+        if place >= 0:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit
 def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.constexpr):
     """Rows of any heads [M, 1] and queries [M, 1] of a [batch, heads, length, DIM] tensor -> [M, PAD]."""
@@ -177,16 +196,17 @@ def _quotient(acc, total, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, STATS, q_strides, k_strides, v_strides, out_strides, caps, scale, q_heads,
+def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_strides, out_strides, caps, scale, q_heads,
                      group, q_len, kv_len, lines, splits, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
                      ZONES: tl.constexpr, KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr,
                      V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     ASKED: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, PRECISION: tl.constexpr,
-                     UPCAST: tl.constexpr):
+                     ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr, OF_HEADS: tl.constexpr, FOLD_SCALE: tl.constexpr,
+                     WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
     `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
 
-    Splits: PARTS gets sums [BLOCK_M, V_PAD], STATS a row's peak and total, for `merge_splits`; a single one writes results."""
+    Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals, for `merge_splits`; a single one
+    writes results."""
     line = tl.program_id(0) % lines
     split = tl.program_id(0) // lines % splits
     pair = tl.program_id(0) // (lines * splits)
@@ -198,47 +218,55 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, STATS, q_strides, k_strides,
     real = tl.minimum(row, rows - 1)  # behind the last row it comes again, which keeps nothing more
     q_idx = (real // group)[:, None]
     head = (kv_head * group + real % group)[:, None]
-    q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     q_lo = line * BLOCK_M // group
-    q_hi = tl.minimum(line * BLOCK_M + BLOCK_M, rows) - 1
-    q_hi = q_hi // group
+    q_hi = (tl.minimum(line * BLOCK_M + BLOCK_M, rows) - 1) // group
     if BY_HEAD:
         q_lo = q_lo + real * 0
     first = split
     stop = (kv_len - 1) // BLOCK_N + 1
-    uncut = kv_len // BLOCK_N  # tiles that the length does not cut
-    if ZONES is not None:
+    if ZONES is None:
+        own = _place_of(stop, first, splits)
+        _begin(own, IS_CHAINED)
+    else:
+        _begin(pair, IS_CHAINED)
         ends = ZONES(batch, kv_head * group + real % group if BY_HEAD else kv_head, caps)
         begin, stop = _hull(ends, q_lo, q_hi, kv_len, BLOCK_N, KEPT, BY_HEAD)
         first = begin + split
-    own = _place_of(stop, first, splits)
+        own = _place_of(stop, first, splits)
+    q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
+    is_alone = (q_lo == q_hi) & (1 - OF_HEADS > 0)  # one query is asked for in place of all rows
     for at in range(0, own, STRIP):
         if ZONES is not None:
-            kept, partial = _by_formula(ends, at, first, splits, uncut, q_lo, q_hi, kv_len, BLOCK_N, KEPT, DROPPED, BY_HEAD)
+            kept, partial = _by_formula(ends, at, own, first, splits, q_lo, q_hi, kv_len, BLOCK_N, KEPT, DROPPED, BY_HEAD)
         elif MASK_MOD is not None:
-            kept, partial = _by_asking(at, own, first, splits, uncut, batch, head, q_idx, q_len, kv_len, caps, MASK_MOD, READS,
-                                       BLOCK_N, ASKED)
+            if is_alone:
+                kept, partial = _by_asking(at, own, first, splits, batch, kv_head * group, tl.full([1, 1], 0, tl.int32) + q_lo,
+                                           q_len, kv_len, caps, MASK_MOD, READS, BLOCK_N, ASKED_ALONE)
+            else:
+                kept, partial = _by_asking(at, own, first, splits, batch, head, q_idx, q_len, kv_len, caps, MASK_MOD, READS,
+                                           BLOCK_N, ASKED)
         else:
             kept = _below(own - at)
-            partial = ~_below(_place_of(uncut, first, splits) - at)
-        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, q, K, V, first + at * splits, splits, k_strides, v_strides,
+            partial = _cut(at, own, first, splits, kv_len, BLOCK_N)
+        rows_of_q = tl.where(kept != 0, q, tl.zeros_like(q))  # it is the same: the compiler waits for q here and not before
+        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, rows_of_q, K, V, first + at * splits, splits, k_strides, v_strides,
                                   caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD,
                                   MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
-        acc, peak, total = _sweep(acc, peak, total, kept & partial, q, K, V, first + at * splits, splits, k_strides, v_strides,
+        acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, K, V, first + at * splits, splits, k_strides, v_strides,
                                   caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD,
                                   MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
     IS_EXACT: tl.constexpr = q.dtype == tl.float32
     dims = tl.arange(0, V_PAD)
     if splits > 1:
-        part = (pair * lines + line).to(tl.int64) * splits + split
+        PART = PARTS + ((pair * lines + line).to(tl.int64) * splits + split) * (BLOCK_M * (V_PAD + 2))
         spots = tl.arange(0, BLOCK_M)
-        tl.store(PARTS + part * (BLOCK_M * V_PAD) + (spots[:, None] * V_PAD + dims[None, :]), acc, mask=(row < rows)[:, None])
-        tl.store(STATS + part * (2 * BLOCK_M) + spots, peak, mask=row < rows)
-        tl.store(STATS + part * (2 * BLOCK_M) + BLOCK_M + spots, total, mask=row < rows)
+        tl.store(PART + (spots[:, None] * V_PAD + dims[None, :]), acc, mask=(row < rows)[:, None])
+        tl.store(PART + BLOCK_M * V_PAD + spots, peak, mask=row < rows)
+        tl.store(PART + BLOCK_M * (V_PAD + 1) + spots, total, mask=row < rows)
     else:
         inside = (row < rows)[:, None]
         if V_DIM < V_PAD:
@@ -253,8 +281,9 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, STATS, q_strides, k_strides,
 
 
 @triton.jit
-def merge_splits(OUT, LSE, MAX, PARTS, STATS, out_strides, q_heads, group, q_len, lines, splits, V_DIM: tl.constexpr,
-                 V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, WANT_MAX: tl.constexpr):
+def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines, splits, V_DIM: tl.constexpr,
+                 V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, WANT_MAX: tl.constexpr,
+                 IS_CHAINED: tl.constexpr):
     """One row of the results from its sums over all splits; grid: (batch, key head) pairs * rows."""
     rows = q_len * group
     pair = tl.program_id(0) // rows
@@ -271,12 +300,13 @@ def merge_splits(OUT, LSE, MAX, PARTS, STATS, out_strides, q_heads, group, q_len
     acc = tl.zeros([V_PAD], tl.float32)
     total = tl.full([], 0.0, tl.float32)
     peak = tl.full([], float("-inf"), tl.float32)
+    _begin(row, IS_CHAINED)
     for start in range(0, splits, SPLITS_AT_ONCE):
-        part = first + start + lane
         inside = start + lane < splits
-        peaks = tl.load(STATS + part * (2 * BLOCK_M) + spot, mask=inside, other=float("-inf"))
-        totals = tl.load(STATS + part * (2 * BLOCK_M) + BLOCK_M + spot, mask=inside, other=0.0)
-        sums = tl.load(PARTS + (part * (BLOCK_M * V_PAD) + spot * V_PAD)[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        part = PARTS + (first + start + lane) * (BLOCK_M * (V_PAD + 2))
+        peaks = tl.load(part + BLOCK_M * V_PAD + spot, mask=inside, other=float("-inf"))
+        totals = tl.load(part + BLOCK_M * (V_PAD + 1) + spot, mask=inside, other=0.0)
+        sums = tl.load(part[:, None] + (spot * V_PAD + dims)[None, :], mask=inside[:, None], other=0.0)  # [splits, V]
         new_peak = tl.maximum(peak, tl.max(peaks, 0))
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = softmax.power_of_two((peaks - safe) * UNIT, IS_EXACT)  # 0 of a split without a key
