@@ -148,6 +148,15 @@ def likely_backward_kernels(problem: Problem, plan: Plan, target: Target | None 
     return backward_kernels(problem, plan, d_out, needs, target)
 
 
+def possible_backward_kernels(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """All that a call's backward pass may run, as far as it can be known before: for all gradients, for some of them, and for those of
+    captured tensors."""
+    d_out, captures = fresh_layout(problem.q.dtype, problem.v.shape[3]), tuple(c.requires_grad for c in problem.captures)
+    for_some, _ = backward_kernels(problem, plan, d_out, (True, False, False, captures))
+    of_captures = ("dq",) if any(captures) else ()
+    return tuple(dict.fromkeys((*likely_backward_kernels(problem, plan)[0], *for_some, *of_captures)))
+
+
 class _Reasons(NamedTuple):
     """Why the backward kernels for Hopper, the one and the two, cannot serve calls of a plan; None where they can."""
 
@@ -460,6 +469,7 @@ __all__ = [
     "legal_tiles",
     "likely_backward_kernels",
     "likely_tiles",
+    "possible_backward_kernels",
     "tiles_of",
     "tiles_of_decode",
     "tiles_on_hopper",

@@ -40,6 +40,7 @@ from flexattn.runtime.choose import (
     forward_kernel,
     likely_backward_kernels,
     likely_tiles,
+    possible_backward_kernels,
     unbuilt,
 )
 from flexattn.runtime.compile import Starts, build_ahead, first_that_builds, flat_arguments, keep_ready
@@ -150,7 +151,7 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
         _build_ahead(problem, plan, (forward_one, *likely))
     if mask is None:
         return
-    _make_tables(problem, plan, mask, (forward_one, "dq", "dkdv", *likely))  # not all gradients may be asked for
+    _make_tables(problem, plan, mask, (forward_one, *possible_backward_kernels(problem, plan)))
     if predicate is not None and predicate.reusable and not devices.is_capturing(problem.q.device):
         predicate.tables[ready] = plan  # kept, so that no other plan gets its id
 

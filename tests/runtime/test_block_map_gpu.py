@@ -252,7 +252,7 @@ def test_counted_as_made_by_the_device() -> None:
     made = flexattn.stats().mask_builds["device"]
     assert (
         2 <= made <= 4
-    )  # by row for forward and dq, by column for dk/dv alone and for all three; tiles may be the same
+    )  # by row for forward and dq, by column for dk and dv, and for all three; tiles may be the same
     out.sum().backward()
     assert flexattn.stats().mask_builds == {"device": made}  # the backward pass makes none
     launches = flexattn.stats().launches

@@ -262,3 +262,17 @@ def test_launches_of_the_two_kernels_have_every_argument(
         given = started["hopper_key_gradients"]
         assert given["programs"] == 2 * 3 * -(-500 // keys) and given["repeats"] == 2 and given["q_tiles"] == 384 // 64
         assert given["DV"].base is grads[2] and given["STATS"].shape == [2, 2 * 6 * 384]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_tables_of_all_that_backward_may_run_are_made_before(dim: int, is_captured: bool) -> None:
+    """Gradients of some inputs alone, deterministic ones, and those of captured tensors find theirs."""
+    table = torch.zeros(6, requires_grad=is_captured)
+    problem, plan = prepare(_inputs(dim), lambda s, b, h, i, j: s + table[h], (None, CAUSAL), enable_gqa=True)
+    likely, _ = choose.likely_backward_kernels(problem, plan)
+    assert likely == (choose.APART if dim == 256 else choose.FUSED)
+    possible = choose.possible_backward_kernels(problem, plan)
+    assert set(possible) == {*likely, *choose.APART, *(["dq"] if is_captured else [])}
+    problem, plan = prepare(_inputs(32), None, (None, CAUSAL), enable_gqa=True)
+    assert choose.possible_backward_kernels(problem, plan) == choose.PORTABLE
