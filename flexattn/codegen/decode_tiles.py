@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MOST_QUERIES = 64  # beyond, products bound a call, and the forward kernels are made for those
 FEWEST_KEYS = 256  # below, one program reads them as fast as several
 MOST_SPLITS = 256
+WIDEST = 512  # head dimension, of query or value: wider tiles do not fit beside those on their way
 PROGRAMS_EACH = 1  # of a processor: its stages keep enough on its way; twice as many were 2 to 4 % slower on an H200
 SPLIT_COST = 2  # tiles that a program could read while it starts and ends
 _ROWS = (16, 32, 64)  # of a tile: what a matrix instruction takes at least, and what registers hold at most
@@ -153,6 +154,7 @@ def is_by_head(found: Zones) -> bool:
 
 __all__ = [
     "MOST_QUERIES",
+    "WIDEST",
     "asked_together",
     "decode_tiles",
     "formula_of",

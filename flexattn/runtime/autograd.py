@@ -42,6 +42,9 @@ def attend(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]
         plan: of that call.
     Returns: out [batch, q_heads, q_len, v_dim], lse [batch, q_heads, q_len], max_scores of that shape or None.
     """
+    if problem.options.deterministic and not settings.is_deterministic():
+        with settings.deterministic():
+            return attend(problem, plan)
     inputs = (problem.q, problem.k, problem.v, *problem.captures)
     transforms.check_transforms(inputs)
     if settings.debug() and plan.backend == "triton" and not is_empty(problem):

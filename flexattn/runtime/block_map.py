@@ -105,7 +105,7 @@ def _built(predicate: PredicateMask, cuts: tuple[Cut, ...], room: _Room, queue: 
     if report is not None:
         room.reports.append(report)
     found = {cut: _Entry(table, built, report) for cut, table in zip(cuts, built.tables)}
-    if torch.are_deterministic_algorithms_enabled() and found[cuts[0]].is_outgrown():  # waits for the device
+    if settings.is_deterministic() and found[cuts[0]].is_outgrown():  # waits for the device
         return _built(predicate, cuts, room, queue)
     kept.keep(predicate, {**built.aside, **found}, queue)
     return found
@@ -174,7 +174,7 @@ class _Report:
         """As far as is known; a deterministic run waits until it is."""
         if self._spans == _UNKNOWN:
             self._spans = int(self._place.value[0])
-            if self._spans == _UNKNOWN and torch.are_deterministic_algorithms_enabled():
+            if self._spans == _UNKNOWN and settings.is_deterministic():
                 if not torch.cuda.is_current_stream_capturing():
                     torch.cuda.synchronize()
                 self._spans = int(self._place.value[0])

@@ -151,7 +151,10 @@ def likely_backward_kernels(problem: Problem, plan: Plan, target: Target | None 
 def possible_backward_kernels(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """All that a call's backward pass may run, as far as it can be known before: for all gradients, for some of them, and for those of
     captured tensors."""
-    d_out, captures = fresh_layout(problem.q.dtype, problem.v.shape[3]), tuple(c.requires_grad for c in problem.captures)
+    d_out, captures = (
+        fresh_layout(problem.q.dtype, problem.v.shape[3]),
+        tuple(c.requires_grad for c in problem.captures),
+    )
     for_some, _ = backward_kernels(problem, plan, d_out, (True, False, False, captures))
     of_captures = ("dq",) if any(captures) else ()
     return tuple(dict.fromkeys((*likely_backward_kernels(problem, plan)[0], *for_some, *of_captures)))

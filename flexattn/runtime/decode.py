@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.decode_tiles import FEWEST_KEYS, MOST_QUERIES, pays, split_count
+from flexattn.codegen.decode_tiles import FEWEST_KEYS, MOST_QUERIES, WIDEST, pays, split_count
 from flexattn.codegen.shared_memory import tile_dims
 from flexattn.codegen.spec import KernelSpec, any_wide, capture_layout, fresh_layout, wide_number
 from flexattn.codegen.target import Target
-from flexattn.codegen.tile_config import TileConfig
+from flexattn.codegen.tile_config import TileConfig, is_fixed
 from flexattn.runtime import device as devices
 from flexattn.runtime.choose import Chosen, bound, choose
 from flexattn.runtime.compile import InterpretedKernel, Kernel, Starts, first_that_builds, keep_ready
@@ -38,8 +38,10 @@ def decode_choice(problem: Problem, target: Target) -> tuple[bool, str]:
         return True, "given by kernel_options"
     if options.backend == "TRITON" or options.force_flex or options.warp_specialized is not None:
         return False, "given by kernel_options"
-    if options.forward.given():
+    if is_fixed("forward", options.forward):
         return False, "kernel_options fixes tiles of the forward kernel"
+    if max(q.shape[3], problem.v.shape[3]) > WIDEST:
+        return False, f"it takes head dimensions up to {WIDEST}"
     sizes = {"q_len": q.shape[2], "kv_len": k.shape[2], "group": q.shape[1] // k.shape[1]}
     if pays(**sizes, programs=q.shape[0] * q.shape[1], processors=target.processors):
         return True, "few queries meet long rows of keys"

@@ -44,6 +44,7 @@ from flexattn.runtime.choose import (
     unbuilt,
 )
 from flexattn.runtime.compile import Starts, build_ahead, first_that_builds, flat_arguments, keep_ready
+from flexattn.runtime.options import must_be_deterministic
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
 
 _LINE_LIMIT = (1 << 31) - 1
+_NO_DECODE = "decode kernel not built"  # key of a plan's memo
 _STATISTICS = 128  # of rows come in multiples of these for Hopper, which all query tiles of its kernels divide
 
 
@@ -85,8 +87,15 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         return out, lse, peaks
 
     with devices.current(q.device):
-        if decode.decode_choice(problem, devices.target_for(q.device))[0]:
-            return decode.forward(problem, plan, order, lambda: _inputs(problem), lambda: _fixed(problem))
+        if _NO_DECODE not in plan.memo and decode.decode_choice(problem, devices.target_for(q.device))[0]:
+            try:
+                return decode.forward(problem, plan, order, lambda: _inputs(problem), lambda: _fixed(problem))
+            except CompileError as error:
+                if problem.options.backend == "TRITON_DECODE":
+                    raise
+                plan.memo[_NO_DECODE] = True
+                said = f"the decode kernel could not be built, and the forward kernel runs: {error}"
+                settings.warn_once(_NO_DECODE, said, settings.FlexPerformanceWarning)
         fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
         return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
 
@@ -141,7 +150,9 @@ def make_tile_maps(problem: Problem, plan: Plan) -> None:
     mask, begun = problem.block_mask, ("begun", problem.q.device.index)
     if mask is None and begun in plan.memo:  # then lengths say everything
         return
-    predicate, ready = None if mask is None else mask.predicate, ("ready", id(plan))
+    wanted = tuple(x.requires_grad for x in (problem.q, problem.k, problem.v, *problem.captures))
+    ready = ("ready", id(plan), wanted, must_be_deterministic(problem.options))
+    predicate = None if mask is None else mask.predicate
     if predicate is not None and ready in predicate.tables:
         return
     forward_one, _ = forward_kernel(problem, plan)

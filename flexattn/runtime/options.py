@@ -212,10 +212,12 @@ def _check_known(key: str, name: str) -> None:
             given=repr(name),
             hint="return_aux=AuxRequest(lse=True, max_scores=True)",
         )
-    if name in _SWITCHES and key != name:
+    if name in (*_SWITCHES, "FORCE_USE_FLEX_ATTENTION") and key != name:
         raise OptionError(
             f"kernel_options[{name!r}] is for both directions", given=repr(key), hint=f"{{{name!r}: True}}"
         )
+    if key == "bwd_SPLIT_KV":
+        raise OptionError("kernel_options['SPLIT_KV'] is of the forward", given=repr(key), hint="{'SPLIT_KV': 4}")
     if name in _KNOWN:
         return
     close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)

@@ -11,13 +11,16 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from flexattn.frontend.contents import debugging
 
+_LOCAL = threading.local()
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 _WARNED: set[str] = set()
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -42,6 +45,21 @@ def debug() -> bool:
 def autotune() -> bool:
     """True when `FLEXATTN_AUTOTUNE` is set: calls whose kernel_options say nothing else time their tiles once."""
     return os.environ.get("FLEXATTN_AUTOTUNE", "").strip().lower() not in _FALSE
+
+
+def is_deterministic() -> bool:
+    """Whether what is made now must not depend on when the device gets to it: by torch's switch, or within `deterministic()`."""
+    return getattr(_LOCAL, "deterministic", False) or torch.are_deterministic_algorithms_enabled()
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """A call that asks for it by its kernel_options, on this thread."""
+    before, _LOCAL.deterministic = getattr(_LOCAL, "deterministic", False), True
+    try:
+        yield
+    finally:
+        _LOCAL.deterministic = before
 
 
 def interpreting() -> bool:

@@ -10,15 +10,12 @@ from flexattn.codegen.skeletons import hopper_backward
 
 
 def _in_register_order(tile: torch.Tensor) -> torch.Tensor:
-    """A tile of dq [queries, dims] as both warpgroups put it into shared memory, by the layout that says so."""
+    """A tile of dq [queries, dims] as both warpgroups add it: each thread's four numbers, thread by thread, then the next four."""
     rows, dims = tile.shape
     part = dims // 2 if rows == 64 else dims
-    bases = hopper_backward.register_order(part).offset_bases
-    places = torch.zeros(64 * part, 2, dtype=torch.int64)
-    for bit, base in enumerate(bases):
-        places ^= (torch.arange(64 * part) >> bit & 1)[:, None] * torch.tensor(base)
     parts = [tile[:, :part], tile[:, part:]] if rows == 64 else [tile[:64], tile[64:]]
-    return torch.stack([p[places[:, 0], places[:, 1]] for p in parts])
+    eights = [p.view(4, 2, 8, part // 8, 4, 2) for p in parts]  # warp, half, row, eight of columns, lane of a row, odd
+    return torch.stack([p.permute(3, 0, 2, 4, 1, 5).reshape(-1) for p in eights])
 
 
 @pytest.mark.parametrize("rows, dims", [(64, 128), (128, 64), (64, 64)])

@@ -272,7 +272,7 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_stri
         if V_DIM < V_PAD:
             inside = inside & (dims[None, :] < V_DIM)
         start = OUT + batch.to(tl.int64) * out_strides[0]
-        pointers = start + (head.to(tl.int64) * out_strides[1] + q_idx * out_strides[2]) + dims[None, :]
+        pointers = start + (head.to(tl.int64) * out_strides[1] + q_idx.to(tl.int64) * out_strides[2]) + dims[None, :]
         tl.store(pointers, _quotient(acc, total[:, None], IS_EXACT).to(OUT.dtype.element_ty), mask=inside)
         spot = (batch * q_heads + kv_head * group + real % group).to(tl.int64) * q_len + real // group
         tl.store(LSE + spot, softmax.row_lse(peak, total, IS_EXACT), mask=row < rows)
@@ -315,7 +315,7 @@ def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines
         total = total * correction + tl.sum(weights * totals, 0)
         peak = new_peak
     pointers = OUT + batch.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
-    pointers += (row // group) * out_strides[2]
+    pointers += (row // group).to(tl.int64) * out_strides[2]
     tl.store(pointers + dims, _quotient(acc, total, IS_EXACT).to(OUT.dtype.element_ty), mask=dims < V_DIM)
     at = (batch * q_heads + head).to(tl.int64) * q_len + row // group
     tl.store(LSE + at, softmax.row_lse(peak, total, IS_EXACT))
