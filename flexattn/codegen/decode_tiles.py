@@ -65,7 +65,7 @@ def decode_tiles(
         height = next((n for n in _ROWS if n >= rows), _ROWS[-1])
         table = DECODE[target.family] if element_bytes == 2 else DECODE_SINGLE
         listed = [row for pad, configs in table if pad >= problem.pad for row in configs]
-        tiles = [TileConfig(min(height, most), *rest) for most, *rest in listed]
+        tiles = [_with_height(min(height, most), *rest) for most, *rest in listed]
         found = tuple(c for c in dict.fromkeys(tiles) if is_legal(c, problem))[:3]
     if not found:
         raise UnsupportedError(
@@ -83,6 +83,11 @@ def decode_tiles(
     config = TileConfig(**{name: given.get(name, getattr(found[0], name)) for name in TileConfig.__slots__})
     check_option(config, problem)
     return (config,)
+
+
+def _with_height(height: int, keys: int, warps: int, stages: int) -> TileConfig:
+    """The registers of 4 warps do not hold 64 rows."""
+    return TileConfig(height, keys, 8 if height == _ROWS[-1] else warps, stages)
 
 
 def asked_together(config: TileConfig) -> tuple[int, int]:

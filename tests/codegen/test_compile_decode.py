@@ -132,7 +132,9 @@ def test_model_of_captured_reads(arch: int, leaf: str) -> None:
         spec = spec_of("decode", arch=arch, dim=128, leaf=leaf, config=config)
         used, model = shared_of(spec), shared_bytes(config, problem_of(spec))
         tile = config.BLOCK_M * config.BLOCK_N
-        assert used <= model <= used + max(4 * KIB, 0.05 * used) + 4 * config.num_stages * tile, (config, used, model)
+        turned = 2 * config.BLOCK_N * 128 if leaf == "kept table" else 0  # values, in Triton 3.6.0 and not in 3.9
+        bound = used + max(4 * KIB, 0.05 * used) + 4 * config.num_stages * tile + turned
+        assert used <= model <= bound, (config, used, model)
 
 
 @compiles

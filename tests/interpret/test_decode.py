@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +14,12 @@ from torch import Tensor
 
 import flexattn
 from flexattn import AuxRequest, create_block_mask, explain, flex_attention
+from flexattn.frontend.expr import DEP_B, DEP_H
+from flexattn.frontend.trace import trace
 from flexattn.runtime.reference import oracle
+from tests.frontend.mask_fuzz import Sizes, predicate
+from tests.frontend.test_mask_fuzz import budget
+from tests.frontend.zoned_masks import ZONED
 from tests.helpers import dense
 from tests.runtime.kernel_cases import CASES, assert_close, tensors_of
 
@@ -84,6 +92,46 @@ def check(qkv: list[Tensor], mask: Any = None, score: Any = None, splits: int | 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str, splits: int) -> None:
     check(inputs(3), MASKS[name], None, splits)
+
+
+@pytest.mark.parametrize("name", ZONED)
+def test_masks_found_by_formula(name: str) -> None:
+    deps = trace(ZONED[name], "mask").program.body.deps
+    batch, group = 1 + bool(deps & DEP_B), 1 + bool(deps & DEP_H)  # the interpreter is slow
+    q, k, v = (torch.randn(batch, heads, n, 16) for heads, n in ((group, 90), (1, 79), (1, 79)))
+    check([q, k, v], ZONED[name], None, 2)
+
+
+def test_random_masks() -> None:
+    """FLEXATTN_FUZZ_SECONDS (4) from FLEXATTN_FUZZ_SEED (0) on; a failure prints its seed."""
+    first = seed = int(budget("SEED", "0"))
+    end, seen = time.monotonic() + float(budget("SECONDS", "4")), Counter[str]()
+    while seed == first or time.monotonic() < end:
+        rng = random.Random(seed)
+        sizes = Sizes(rng.randint(1, 2), 2 * rng.randint(1, 2), rng.randint(1, 20), rng.randint(1, 150))
+        made, splits = predicate(rng, sizes), rng.randint(1, 5)
+        kept, misread = made.brute(sizes)
+        seed += 1
+        if misread.any():
+            seen["misread"] += 1
+            continue
+        qkv = [
+            torch.randn(sizes.batch, n, length, 16)
+            for n, length in ((sizes.heads, sizes.q_len), *((2, sizes.kv_len),) * 2)
+        ]
+        try:
+            out, aux = decode(qkv, made.function(), None, splits)
+            right, lse = oracle(*qkv, lambda b, h, i, j, kept=kept: kept[b, h, i, j])
+            assert_close("out", out, right, [right])
+            assert_close("lse", aux.lse, lse, [lse])
+        except Exception as error:
+            if "not supported for the input types" not in str(error):
+                raise AssertionError(f"seed {seed - 1}, {sizes}, {splits} splits:\n{made}") from error
+            seen["interpreter"] += 1  # takes a float comparison of b or h for a float where it meets a truth value
+        else:
+            seen["equal"] += 1
+    print(f"seeds {first}..{seed - 1}: {dict(seen)}")
+    assert seen["equal"] > 0
 
 
 @pytest.mark.parametrize("splits", [1, 3])
