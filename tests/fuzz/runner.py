@@ -35,7 +35,7 @@ HANGS_AFTER = 30.0  # seconds for a group
 _SLOWER = 20  # is a kernel that a tool looks at
 _SILENT = 180.0  # seconds; a process that builds kernels says nothing for a while
 _RESTARTS = 3
-_GRADIENTS = ("hopper_backward", "dq", "dkdv")  # kernels
+_GRADIENTS = ("hopper_backward", "hopper_query_gradient", "hopper_key_gradients", "dq", "dkdv")  # kernels
 HANGS, BREAKS = 3, 4  # exit statuses of a process that cannot go on
 
 
