@@ -54,6 +54,7 @@ SHAPES = {
     "d256": Shape(1, 8, 16384, 256),
     "d192": Shape(1, 16, 16384, 192, v_dim=128),
     "tiny": Shape(2, 2, 200, 16),
+    "tiny_values": Shape(2, 2, 200, 16, v_dim=8),
 }
 DECODE_SHAPES = {
     "8k": Shape(1, 32, 1, 128, 8, 8192),

@@ -52,7 +52,7 @@ class Kernel:
         self.kernel, self.problem = kernel, problem
         variant, length = problem.variant, problem.shape.length
         self.tensors = [x.requires_grad_() for x in problem.tensors()]
-        self.grad = torch.randn_like(self.tensors[0])
+        self.grad = torch.randn_like(self.tensors[0][..., : problem.shape.value_dim])
         self.arguments: dict[str, Any] = {"score_mod": variant.score_mod}
         if variant.mask_mod is not None:
             self.arguments["block_mask"] = flexattn.create_block_mask(

@@ -402,6 +402,16 @@ def test_a_tiny_run_has_a_row_for_everything(tmp_path: Path, capsys: pytest.Capt
     assert "fa4 absent: import flash_attn.cute" in capsys.readouterr().out
 
 
+def test_values_may_have_another_head_dimension(tmp_path: Path) -> None:
+    out = tmp_path / "values.json"
+    status = _run("gpu", "--device", "cpu", "--shapes", "tiny_values", "--rounds", "1", "--calls", "1", "--what", "forward",
+                  "backward", "--variants", "causal", "--peers", "flexattn", "--out", str(out))  # fmt: skip
+    rows = {r["what"]: r for r in results.load(out)}
+    assert status == 0 and set(rows) == {"forward", "backward"}
+    pairs = 2 * 2 * (200 * 201 // 2)
+    assert rows["forward"]["tflops"] == pytest.approx(2 * (16 + 8) * pairs / rows["forward"]["ms"] / 1e9)
+
+
 def test_decode_host_masks_and_ceilings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(masks.BUILDERS, "torch_flex")  # its compilation takes seconds
     out = tmp_path / "rows.json"
