@@ -386,10 +386,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
             "SCORE_MOD": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "SLOPE": slope_kind(spec), "QK_PAD": qk_pad,
             "V_PAD": v_pad, "FOLD_SCALE": spec.fold_scale,
         }  # fmt: skip
-        if spec.kernel == "hopper_backward":
-            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": True}
-        if _is_fused_without_dq(spec):
-            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": False}
+        if spec.kernel == "hopper_backward" or _is_fused_without_dq(spec):
+            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": spec.kernel == "hopper_backward"}
         if spec.kernel == "hopper_key_gradients":
             return {**values, "QK_USED": qk_used, "BLOCK_M": spec.config.BLOCK_M}
         v_buffers = 2 if v_pad <= 128 else 1  # what there is room for

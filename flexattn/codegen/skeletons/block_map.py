@@ -190,18 +190,6 @@ def _strip(strip, b, h, own_lo, own_hi, is_cut, other_tile, other_len, cols, cap
 
 # ---------------------------------------------------------------- runs
 @triton.jit
-def _ones(bits):
-    """How many bits of 64 are set: a dozen operations of one thread, where a sum over lanes waits for five shuffles."""
-    bits = bits - ((bits >> 1) & 0x5555555555555555)
-    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
-    bits += bits >> 8
-    bits += bits >> 16
-    bits += bits >> 32
-    return (bits & 127).to(tl.int32)
-
-
-@triton.jit
 def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, start, stop, last, blocks, room):
     """Walks lanes begin .. end of one kind's states: each change is an end of a span, kept in order at SPOT."""
     place = lane.to(tl.int64)
@@ -211,7 +199,7 @@ def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, sta
     is_on = ((packed >> (end - 1).to(tl.int64)) & 1).to(tl.int32)
     behind = tl.where(end < STRIP, is_on, 0).to(tl.int64) << tl.minimum(end, STRIP - 1).to(tl.int64)  # not looked at yet
     change = packed ^ before ^ behind
-    found = _ones(change)
+    found = leaf_ops.count_bits(change)
     if found > 0:
         here = ((change >> place) & 1).to(tl.int32)
         order = ends + tl.cumsum(here, 0) - here
@@ -220,7 +208,7 @@ def _changes(SPOT, states, lane, begin, end, first_block, unit, is_on, ends, sta
         start += tl.sum(tl.where((here > 0) & (order == 0), position, 0), 0)
         stop += tl.sum(tl.where((here > 0) & (order == 1), position, 0), 0)
         last = tl.maximum(last, tl.max(tl.where(here > 0, position, 0), 0))
-    return is_on, ends + found, start, stop, last, blocks + _ones(packed) * unit
+    return is_on, ends + found, start, stop, last, blocks + leaf_ops.count_bits(packed) * unit
 
 
 @triton.jit

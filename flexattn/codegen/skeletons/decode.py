@@ -10,7 +10,7 @@ a mask, and nothing again for another length. `merge_splits` adds the sums of al
 import triton
 import triton.language as tl
 
-from flexattn.codegen.skeletons import softmax, tiles
+from flexattn.codegen.skeletons import leaf_ops, softmax, tiles
 
 STRIP = tl.constexpr(64)  # tiles decided at once: the bits of an integer
 ZONE_ENDS = tl.constexpr(6)  # numbers of a zone
@@ -23,18 +23,6 @@ def _below(count):
     count = tl.minimum(tl.maximum(count, 0), 64).to(tl.int64)
     one = tl.full([], 1, tl.int64)
     return tl.where(count == 64, -one, (one << tl.minimum(count, 63)) - 1)
-
-
-@triton.jit
-def _count(bits):
-    """How many bits of 64 are set."""
-    bits = bits - ((bits >> 1) & 0x5555555555555555)
-    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
-    bits += bits >> 8
-    bits += bits >> 16
-    bits += bits >> 32
-    return (bits & 127).to(tl.int32)
 
 
 @triton.jit
@@ -164,7 +152,7 @@ def _sweep(acc, peak, total, bits, q, K, V, first, splits, k_strides, v_strides,
            FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds the tiles of a program whose bits are set to its running rows."""
     IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
-    for _tile in tl.range(0, _count(bits)):
+    for _tile in tl.range(0, leaf_ops.count_bits(bits)):
         start = (first + _lowest(bits) * splits) * BLOCK_N
         bits = bits & (bits - 1)
         k = tiles.load_tile(K, k_strides, batch, kv_head, start, kv_len, BLOCK_N, QK_DIM, QK_PAD, False, IS_PARTIAL)  # [N, QK]

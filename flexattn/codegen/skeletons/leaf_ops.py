@@ -29,6 +29,18 @@ def floor_mod(a, b):
 
 
 @triton.jit
+def count_bits(bits):
+    """How many bits of 64 are set: a dozen operations of one thread, where a sum over lanes waits for five shuffles."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    bits += bits >> 8
+    bits += bits >> 16
+    bits += bits >> 32
+    return (bits & 127).to(tl.int32)
+
+
+@triton.jit
 def floor_div_by(a, b: tl.constexpr):
     """a // b rounded down for a constant b > 0, without a branch on its sign."""
     quotient = a // b
