@@ -73,7 +73,8 @@ def hopper_gradient_tiles(
     kernel: str, target: Target, *, qk_dim: int, v_dim: int, q_len: int, programs: Sequence[Program | None] = ()
 ) -> tuple[TileConfig, ...]:
     """Configurations of the kernels that share a backward, best first; none where the portable kernels must serve. What is read for
-    each pair needs registers that the larger tile does not leave.
+    each pair needs registers that the larger tile does not leave; of narrow heads, where dq is left out, also a score that asks where
+    it is.
 
     Args:
         kernel: 'hopper_query_gradient' or 'hopper_key_gradients'.
@@ -83,7 +84,9 @@ def hopper_gradient_tiles(
     if target.arch != 90 or min(dims) < 64 or max(dims) > 256 or q_len <= SHORT_QUERIES:
         return ()
     if kernel == "hopper_key_gradients" and dims in _FUSED_DIMS:
-        return hopper_backward_tiles(target, qk_dim=qk_dim, v_dim=v_dim, q_len=q_len, programs=programs)
+        fused = hopper_backward_tiles(target, qk_dim=qk_dim, v_dim=v_dim, q_len=q_len, programs=programs)
+        is_placed = any(p.kind == "score" and not _is_plain(p) for p in programs if p is not None)
+        return tuple(sorted(fused, key=lambda c: c.BLOCK_M)) if is_placed else fused
     reads = any(gathers_of(p) for p in programs if p is not None)
     most = 128 if kernel == "hopper_query_gradient" and max(dims) <= 128 else 64
     others = (most // 2, most) if reads else (most, most // 2)

@@ -148,10 +148,9 @@ def test_two_kernels(dims: tuple[int, int], kernel: str) -> None:
     _check_apart(kernel, dims, "causal")
 
 
-# What these cases of dk and dv spill, the first under every Triton, the others under later ones than 3.6. It is too much
-# and only held where it is: accesses in a loop, and bytes.
+# What later versions of Triton than 3.6 spill in these cases of dk and dv, which is too much and only held where it is:
+# accesses in a loop, and bytes.
 KNOWN_SPILLS = {
-    ((64, 64), "alibi"): (159, 620),
     ((128, 128), "bias"): (33, 316),
     ((128, 128), "half bias"): (33, 312),
     ((64, 64), "window"): (11, 36),
@@ -165,7 +164,7 @@ KNOWN_SPILLS = {
 def test_every_leaf_of_two_kernels(dims: tuple[int, int], leaf: str, kernel: str) -> None:
     few = leaf in ("none", "causal", "window", "softcap", "alibi")  # a soft-cap has 2 spilled accesses in a loop
     in_loops, spills = (2, 128) if few else (20, 256)
-    if kernel == "hopper_key_gradients":
+    if IN_LOOPS and kernel == "hopper_key_gradients":
         in_loops, spills = KNOWN_SPILLS.get((dims, leaf), (in_loops, spills))
     _check_apart(kernel, dims, leaf, in_loops=in_loops, spills=spills)
 
