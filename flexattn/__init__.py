@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from flexattn.runtime.explain import explain
     from flexattn.runtime.merge import merge_states
     from flexattn.runtime.options import FlexKernelOptions
+    from flexattn.runtime.paged_attention import paged_attention
+    from flexattn.runtime.pages import PagedKV
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,7 @@ __all__ = [
     "FlexKernelOptions",
     "FlexPerformanceWarning",
     "MaskCheck",
+    "PagedKV",
     "__version__",
     "and_masks",
     "check",
@@ -47,6 +50,7 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "ordering",
+    "paged_attention",
     "reset_stats",
     "stack_masks",
     "stats",
@@ -57,11 +61,13 @@ __all__ = [
 _LATER = {
     "FlexKernelOptions": "flexattn.runtime.options",
     "MaskCheck": "flexattn.frontend.check",
+    "PagedKV": "flexattn.runtime.pages",
     "check": "flexattn.frontend.check",
     "explain": "flexattn.runtime.explain",
     "merge_states": "flexattn.runtime.merge",
     "mods": None,
     "ordering": None,
+    "paged_attention": "flexattn.runtime.paged_attention",
     "stack_masks": "flexattn.frontend.stack",
 }
 

@@ -19,14 +19,24 @@ from flexattn.errors import CallError, MaskTypeError, OptionError
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask
 from flexattn.frontend.eager import eager_only
+from flexattn.frontend.mask_functions import and_masks
 from flexattn.frontend.program import Traced
 from flexattn.frontend.trace import mod_kind, trace
 from flexattn.runtime import settings, stats
 from flexattn.runtime.autograd import attend
 from flexattn.runtime.device import is_capturing, stream_of
 from flexattn.runtime.options import parse_options
+from flexattn.runtime.pages import PagedKV
 from flexattn.runtime.plan import Plan, Problem, make_plan
-from flexattn.runtime.validate import check_mask, place_captures, validate
+from flexattn.runtime.positions import Positions, positions
+from flexattn.runtime.validate import (
+    check_mask,
+    check_placed_mask,
+    paged_positions,
+    place_captures,
+    validate,
+    validate_paged,
+)
 
 _MASKS: OrderedDict[tuple[Any, ...], BlockMask] = OrderedDict()
 _MASKS_KEPT = 64
@@ -68,6 +78,9 @@ class AuxOutput(NamedTuple):
     max_scores: Tensor | None = None
 
 
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+
+
 @eager_only
 def flex_attention(
     query: Tensor,
@@ -82,7 +95,9 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     mask_mod: Callable[..., Any] | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    q_offset: int | Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+) -> Result:
     """softmax(score_mod(scale * query @ key^T) where the mask keeps) @ value, as fused kernels that skip empty tiles.
 
     Args:
@@ -99,6 +114,10 @@ def flex_attention(
             runtime/options.py.
         return_aux: which extra outputs to return.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, True keeps; with block_mask as well, both must keep.
+        q_offset: position of the first query, which mods see as q_idx: an int, or an int tensor [batch] or [1], also on the device;
+            None for 0. A block_mask is then made for positions from 0 on, and this call reads its rows from q_offset.
+        kv_lengths: int tensor [batch] or [1]: keys behind it are dropped, whatever they hold. Calls that the decode kernel does
+            not serve copy key and value then.
     Returns:
         out [batch, q_heads, q_len, v_dim] in query's dtype and stride order; (out, lse) with return_lse; (out, AuxOutput)
         with return_aux. A row without a key has out 0, lse -inf and gives exactly 0 to every gradient.
@@ -116,7 +135,7 @@ def flex_attention(
 
     Source: Dong et al., Flex Attention (2024), arXiv:2412.05496; Dao, FlashAttention-2 (2023), arXiv:2307.08691.
     """
-    aux = _requested(return_lse, return_aux)
+    aux = requested(return_lse, return_aux)
     problem, plan = prepare(
         (query, key, value),
         score_mod,
@@ -125,7 +144,13 @@ def flex_attention(
         enable_gqa=enable_gqa,
         aux=aux,
         options=kernel_options,
+        placed=(q_offset, kv_lengths),
     )
+    return deliver(problem, plan, aux, return_lse=return_lse, return_aux=return_aux)
+
+
+def deliver(problem: Problem, plan: Plan, aux: AuxRequest, *, return_lse: bool, return_aux: Any) -> Result:
+    """Runs a call that is prepared, and returns what was asked for."""
     out, lse, max_scores = attend(problem, plan)
     if return_aux is not None:
         return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
@@ -141,21 +166,30 @@ def prepare(
     enable_gqa: bool = False,
     aux: AuxRequest = AuxRequest(),
     options: Mapping[str, Any] | None = None,
+    placed: tuple[Any, Any] = (None, None),
 ) -> tuple[Problem, Plan]:
     """The first three hops: validate, trace, make_plan; what explain() shows and flex_attention runs.
 
     Args:
-        tensors: query, key, value.
+        tensors: query, key, value; or query, a PagedKV and None.
         score_mod: or None.
         masks: (block_mask or None, mask_mod or None).
         scale, enable_gqa, options: as in flex_attention.
         aux: the extra outputs wanted.
+        placed: q_offset and kv_lengths.
     Returns: the call's Problem and its cached Plan.
     """
-    query, key, value, factor = validate(*tensors, enable_gqa=enable_gqa, scale=scale)
+    pages = tensors[1] if isinstance(tensors[1], PagedKV) else None
+    if pages is None:
+        query, key, value, factor = validate(*tensors, enable_gqa=enable_gqa, scale=scale)
+        where = positions(*placed, query)
+    else:
+        query, factor = validate_paged(tensors[0], pages, scale=scale)
+        key, value, where = pages.k_pages, pages.v_pages, paged_positions(placed[0], pages, query)
     parsed = parse_options(options)
-    score = _trace_score(score_mod, query)
-    mask = _resolve_mask(masks, query, key)
+    kv_len = key.shape[2] if pages is None else pages.max_length
+    score = _trace_score(score_mod, query, where)
+    mask = _resolve_mask(masks, query, kv_len) if where is None else _placed_mask(masks, query, kv_len, where)
     captures = score.binding.captures if score is not None else ()
     may_need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
     problem = Problem(
@@ -170,11 +204,14 @@ def prepare(
         want_max=aux.max_scores,
         options=parsed,
         needs_grad=may_need_grad,
+        pages=pages,
+        lengths=None if where is None else where.lengths,
     )
     return problem, make_plan(problem)
 
 
-def _requested(return_lse: bool, return_aux: Any) -> AuxRequest:
+def requested(return_lse: bool, return_aux: Any) -> AuxRequest:
+    """The extra outputs that a call asks for, in either way."""
     if return_aux is None:
         if return_lse:
             settings.warn_once(
@@ -196,11 +233,12 @@ def _requested(return_lse: bool, return_aux: Any) -> AuxRequest:
     return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
 
 
-def _trace_score(score_mod: Callable[..., Any] | None, query: Tensor) -> Traced | None:
+def _trace_score(score_mod: Callable[..., Any] | None, query: Tensor, where: Positions | None) -> Traced | None:
     """The traced score_mod, None where it is the identity."""
     if score_mod is None:
         return None
     _check_kind(score_mod, "score", "score_mod(score, b, h, q_idx, kv_idx)")
+    score_mod = score_mod if where is None else where.score(score_mod)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     traced = trace(score_mod, "score", score_dtype=wide)
     stats.record_trace("score")
@@ -228,20 +266,36 @@ def _on_device(traced: Traced | None, device: torch.device, name: str) -> Traced
     return traced._replace(binding=traced.binding._replace(captures=placed))
 
 
-def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, key: Tensor) -> BlockMask | None:
+def _resolve_mask(masks: tuple[Any, Callable[..., Any] | None], query: Tensor, kv_len: int) -> BlockMask | None:
     """One BlockMask that says what block_mask and mask_mod say together; None where everything is kept."""
     block_mask, mask_mod = masks
     if block_mask is not None:
         block_mask = _our_block_mask(block_mask)
     if block_mask is not None:
         block_mask = block_mask.following(query.device)
-        check_mask(block_mask, query, key)
+        check_mask(block_mask, query, kv_len)
     if mask_mod is None:
         return block_mask and block_mask.expand(query.shape[0], query.shape[1])
     _check_kind(mask_mod, "mask", "mask_mod(b, h, q_idx, kv_idx)")
     if block_mask is not None:
         return block_mask.combine(mask_mod).expand(query.shape[0], query.shape[1])
-    return _mask_from_mod(mask_mod, query, key)
+    return _mask_from_mod(mask_mod, query, kv_len)
+
+
+def _placed_mask(
+    masks: tuple[Any, Callable[..., Any] | None], query: Tensor, kv_len: int, where: Positions
+) -> BlockMask | None:
+    """As `_resolve_mask`, with queries and keys that stand where `where` says: a block_mask counts as its function."""
+    block_mask, mask_mod = masks
+    block_mask = None if block_mask is None else _our_block_mask(block_mask)
+    if mask_mod is not None:
+        _check_kind(mask_mod, "mask", "mask_mod(b, h, q_idx, kv_idx)")
+    if block_mask is not None:
+        check_placed_mask(block_mask, query, kv_len, where)
+        function = block_mask.mask_mod
+        mask_mod = function if mask_mod is None else and_masks(function, mask_mod)
+    placed = where.mask(mask_mod)
+    return None if placed is None else _mask_from_mod(placed, query, kv_len)
 
 
 def _our_block_mask(block_mask: Any) -> BlockMask | None:
@@ -255,14 +309,14 @@ def _our_block_mask(block_mask: Any) -> BlockMask | None:
     raise CallError("block_mask must be a BlockMask", given=kind.__name__, hint=hint)
 
 
-def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> BlockMask | None:
+def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, kv_len: int) -> BlockMask | None:
     """The BlockMask of a mask_mod in the call; one without captured tensors is a value, and is kept for the next call."""
     traced = trace(mask_mod, "mask")
     stats.record_trace("mask")
     place_captures(traced, query.device, "mask_mod")
-    if query.numel() == 0 or key.numel() == 0:
+    if query.numel() == 0 or kv_len == 0:
         return None
-    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    sizes = (query.shape[0], query.shape[1], query.shape[2], kv_len)
     make = lambda: create_block_mask(mask_mod, *sizes, query.device)
     if traced.binding.captures or is_capturing(query.device):  # what a CUDA graph's capture makes belongs to that graph
         return make()

@@ -45,6 +45,8 @@ def attend(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]
     if problem.options.deterministic and not settings.is_deterministic():
         with settings.deterministic():
             return attend(problem, plan)
+    if problem.lengths is not None and not _reads_as_it_is(problem, plan):
+        problem = problem.dense()
     inputs = (problem.q, problem.k, problem.v, *problem.captures)
     transforms.check_transforms(inputs)
     if settings.debug() and plan.backend == "triton" and not is_empty(problem):
@@ -119,6 +121,16 @@ class FlexAttention(torch.autograd.Function):
 FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  # type: ignore[attr-defined]  # or torch asks each call
 
 
+def _reads_as_it_is(problem: Problem, plan: Plan) -> bool:
+    """Whether a call whose keys are paged, or end at lengths on the device, runs over them as they are: in the decode kernel."""
+    if plan.backend != "triton":
+        return False
+    from flexattn.runtime.decode import decode_choice
+    from flexattn.runtime.device import target_for
+
+    return decode_choice(problem, target_for(problem.q.device))[0]
+
+
 def make_tile_maps(problem: Problem, plan: Plan) -> None:
     """Makes the tile maps that backward will look up."""
     if not is_empty(problem):
@@ -161,7 +173,7 @@ def _count(plan: Plan, direction: str) -> None:
 
 def is_empty(problem: Problem) -> bool:
     """True when there is no query or no key, so that no kernel has anything to do."""
-    return problem.q.numel() == 0 or problem.k.numel() == 0
+    return problem.q.numel() == 0 or problem.k.numel() == 0 or problem.kv_len == 0
 
 
 def _empty_outputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -7,6 +7,7 @@ would do: the programs as math with the values bound to them, the tile map and h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from flexattn.runtime.attention import AuxRequest, prepare
 from flexattn.runtime.autograd import is_empty
 from flexattn.runtime.decode import decode_choice, splits_of
 from flexattn.runtime.device import target_for
+from flexattn.runtime.pages import PagedKV
 from flexattn.runtime.plan import Plan, Problem
 
 if TYPE_CHECKING:
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
 
 def explain(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | PagedKV,
+    value: Tensor | None = None,
     score_mod: Callable[..., Any] | None = None,
     block_mask: BlockMask | None = None,
     scale: float | None = None,
@@ -49,11 +51,14 @@ def explain(
     *,
     return_aux: AuxRequest | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_lengths: Tensor | None = None,
 ) -> str:
     """What flex_attention would do with these arguments, and why.
 
     Args:
-        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod: as in flex_attention.
+        query, score_mod, block_mask, scale, enable_gqa, kernel_options, mask_mod, q_offset, kv_lengths: as in flex_attention.
+        key, value: as in flex_attention; or a PagedKV and None, as in paged_attention.
         return_lse, return_aux: accepted so that a call can be explained by changing its name.
     Returns: text: inputs, programs as math with their numbers and captured tensors, the tile map and how it was decided,
         the backend and its reason, and the generated functions (on a machine without a GPU, what an H100 would get).
@@ -77,6 +82,7 @@ def explain(
         enable_gqa=enable_gqa,
         aux=AuxRequest(return_lse) if return_aux is None else return_aux,
         options=kernel_options,
+        placed=(q_offset, kv_lengths),
     )
     lines = [*_inputs(problem), "", *_program("score_mod", problem.score, score_mod), *_mask(problem, mask_mod), ""]
     return "\n".join([*lines, *_choice(plan), "", *_generated(problem, plan)])
@@ -85,6 +91,9 @@ def explain(
 def _inputs(problem: Problem) -> Iterator[str]:
     for name, x in (("query", problem.q), ("key", problem.k), ("value", problem.v)):
         yield f"{name:<6} {list(x.shape)} {_dtype(x)} {x.device}"
+    if problem.pages is not None:
+        pages = problem.pages
+        yield f"pages  of {pages.page_size} tokens for {pages.batch} requests of at most {pages.max_length}"
     yield f"scale  {problem.scale:g}"
     if problem.k.shape[1] and (group := problem.q.shape[1] // problem.k.shape[1]) > 1:
         yield f"heads  {group} query heads share one key/value head"
@@ -160,6 +169,7 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
         yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
         return
     decode, decode_reason = decode_choice(problem, _target(problem, plan))
+    problem = problem if decode else _as_copied(problem)
     source, why, reason = _forward_source(problem, plan, decode)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
@@ -167,6 +177,8 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
         yield f"  the decode kernel: {decode_reason}"
         yield from _split(problem, source.spec)
     else:
+        if problem.lengths is not None:
+            yield "  keys and values are copied first, as dense tensors with zeros behind each length"
         if problem.q.shape[2] <= MOST_QUERIES:
             yield f"  not the decode kernel: {decode_reason}"
         yield f"  {_is_for_hopper(source.spec.is_gluon)}: {reason}"
@@ -184,6 +196,15 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
         yield "  generated functions:"
     yield ""
     yield from source.leaf_text.rstrip().splitlines()
+
+
+def _as_copied(problem: Problem) -> Problem:
+    """The problem over keys and values of the sizes that a copy of its pages has."""
+    if problem.pages is None:
+        return problem
+    sizes = problem.kv_batch, problem.k.shape[1], problem.kv_len
+    k, v = (problem.q.new_empty((*sizes, x.shape[3])) for x in (problem.k, problem.v))
+    return replace(problem, k=k, v=v, pages=None)
 
 
 def _target(problem: Problem, plan: Plan) -> Target:

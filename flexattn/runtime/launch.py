@@ -96,6 +96,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
                 plan.memo[_NO_DECODE] = True
                 said = f"the decode kernel could not be built, and the forward kernel runs: {error}"
                 settings.warn_once(_NO_DECODE, said, settings.FlexPerformanceWarning)
+                problem = problem.dense()
         fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
         return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
 

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 def parts(problem: Problem) -> Iterator[Part]:
     """Parts that together hold every pair, each of at most about four million pairs."""
     batch, heads, q_len, _ = problem.q.shape
-    device, kv_len = problem.q.device, problem.k.shape[2]
+    device, kv_len = problem.q.device, problem.kv_len
     rows = max(1, _AT_ONCE // max(heads * kv_len, 1))
     h = torch.arange(heads, device=device)[:, None, None]
     kv_idx = torch.arange(kv_len, device=device)

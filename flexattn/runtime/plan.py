@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +20,13 @@ from torch import Tensor
 from flexattn.errors import OptionError, UnsupportedError
 from flexattn.runtime import settings, stats
 from flexattn.runtime.options import DEFAULT, BackendError, KernelOptions
+from flexattn.runtime.positions import without_rest
 from flexattn.runtime.validate import InputDeviceError
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
     from flexattn.frontend.program import Program, Traced
+    from flexattn.runtime.pages import PagedKV
 
 Needs = tuple[bool, bool, bool, tuple[bool, ...]]  # whether query, key, value and each capture need a gradient
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,13 +39,15 @@ class Problem:
 
     Attributes:
         q: [batch, q_heads, q_len, qk_dim]
-        k: [kv_batch, kv_heads, kv_len, qk_dim]; kv_batch is batch or 1, q_heads a multiple of kv_heads.
-        v: [kv_batch, kv_heads, kv_len, v_dim]
+        k: [kv_batch, kv_heads, kv_len, qk_dim]; kv_batch is batch or 1, q_heads a multiple of kv_heads. Of paged keys `pages.k_pages`.
+        v: [kv_batch, kv_heads, kv_len, v_dim], or `pages.v_pages`.
         scale: factor of the scores before score_mod; any float, 0 and negative included.
         score: the traced score_mod, None for the identity.
         mask: the traced mask partial tiles apply (`block_mask.traced`), None if there is nothing to apply.
         block_mask: which tiles to visit, None for all.
         needs_grad: an autograd node will be recorded.
+        pages: where keys and values lie, if they are paged; mask and score hold their lengths.
+        lengths: int tensor [batch] or [1], keys that count by batch, which the mask keeps to already; None where all do.
         want_lse, want_max: which extra outputs the caller needs; lse is always computed when a gradient may be.
         options: the checked kernel_options.
         tables: span tables that were made for this call and are kept nowhere else; shared with what `bind` makes.
@@ -61,6 +65,18 @@ class Problem:
     options: KernelOptions = DEFAULT
     tables: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     needs_grad: bool = False
+    pages: PagedKV | None = None
+    lengths: Tensor | None = None
+
+    @property
+    def kv_len(self) -> int:
+        """Keys of a batch entry, at most."""
+        return self.k.shape[2] if self.pages is None else self.pages.max_length
+
+    @property
+    def kv_batch(self) -> int:
+        """Batch entries that have keys of their own."""
+        return self.k.shape[0] if self.pages is None else self.pages.batch
 
     @property
     def captures(self) -> tuple[Tensor, ...]:
@@ -72,20 +88,18 @@ class Problem:
         score = self.score
         if score is not None:
             score = score._replace(binding=score.binding._replace(captures=captures))
-        return Problem(
-            q,
-            k,
-            v,
-            self.scale,
-            score,
-            self.mask,
-            self.block_mask,
-            self.want_lse,
-            self.want_max,
-            self.options,
-            self.tables,
-            self.needs_grad,
-        )
+        rest = self.want_lse, self.want_max, self.options, self.tables, self.needs_grad, self.pages, self.lengths
+        return Problem(q, k, v, self.scale, score, self.mask, self.block_mask, *rest)
+
+    def dense(self) -> Problem:
+        """The same problem over dense keys and values that are zeros behind each length: a copy, for kernels that read no pages."""
+        if self.pages is not None:
+            k, v = self.pages.gathered(self.q.dtype)
+        elif self.lengths is not None:
+            k, v = without_rest(self.k, self.lengths), without_rest(self.v, self.lengths)
+        else:
+            return self
+        return replace(self, k=k, v=v, pages=None, lengths=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +298,8 @@ def why_no_decode(problem: Problem) -> str | None:
     """Why the decode kernel cannot serve a call, or None where it can."""
     if problem.needs_grad:
         return "a gradient is needed"
+    if problem.pages is not None and problem.options.strict_nan:
+        return "strict_nan looks at dense keys"
     if problem.block_mask is not None and problem.block_mask.predicate is None:
         return "the mask is made of lists of blocks"
     return None

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from flexattn.errors import CallError, DeviceError, DTypeError, OptionError, ShapeError, UnsupportedError
 from flexattn.frontend.evaluate import is_autocasting
+from flexattn.runtime.positions import Positions, positions
 
 if TYPE_CHECKING:
     from flexattn.frontend.block_mask import BlockMask
     from flexattn.frontend.program import Traced
+    from flexattn.runtime.pages import PagedKV
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)  # of paged keys and values, which are read as query's
 
 
 class InputDeviceError(DeviceError, ValueError):
@@ -165,20 +168,85 @@ def _check_scale(scale: Any, qk_dim: int) -> float:
     return float(scale)
 
 
-def check_mask(mask: BlockMask, query: Tensor, key: Tensor) -> None:
-    """Checks that a BlockMask fits query and key.
+def validate_paged(query: Any, pages: PagedKV, *, scale: Any) -> tuple[Tensor, float]:
+    """Checks query and scale of a call whose keys are in pages, and applies autocast.
+
+    Args:
+        query: [batch, q_heads, q_len, qk_dim], of the pages' dtype, or float16, bfloat16 or float32 for pages of 8 bits.
+        pages: keys and values; checked when they were made.
+        scale: any real number, None for 1 / sqrt(qk_dim).
+    Returns: query (in autocast's dtype where it is on) and the scale.
+    Raises: CallError, UnsupportedError, InputDeviceError, DTypeError, ShapeError, OptionError.
+    """
+    _check_tensors(query, pages.k_pages, pages.v_pages)
+    query = _autocast(query, query, query)[0]
+    if query.dtype not in DTYPES or query.dtype != pages.k_pages.dtype and pages.k_pages.dtype not in NARROW:
+        raise DTypeError(
+            "query must have the data type of the pages",
+            given=f"query: {query.dtype}, pages: {pages.k_pages.dtype}",
+            hint=f"query.to({pages.k_pages.dtype})",
+        )
+    if query.shape[0] != pages.batch or query.shape[3] != pages.k_pages.shape[3]:
+        raise ShapeError(
+            "query must have one entry a request and the pages' embedding dimension",
+            given=f"query {tuple(query.shape)}, {pages.batch} requests, pages of E={pages.k_pages.shape[3]}",
+            hint="[batch, q_heads, q_len, qk_dim]",
+        )
+    _check_heads(query.shape[1], pages.k_pages.shape[1], enable_gqa=True)
+    return query, _check_scale(scale, query.shape[-1])
+
+
+def paged_positions(q_offset: Any, pages: PagedKV, query: Tensor) -> Positions:
+    """Where queries stand over paged keys: the last one at the last key, or where `q_offset` says."""
+    given = positions(q_offset, pages.kv_lengths, query)
+    assert given is not None
+    return given if q_offset is not None else given._replace(at_end=query.shape[2])
+
+
+def check_placed_mask(mask: BlockMask, query: Tensor, kv_len: int, where: Positions) -> None:
+    """Checks a BlockMask whose rows are read from an offset on: it has a function, and is made for all positions that are known.
+
+    Raises:
+        ShapeError: it is made for fewer positions.
+        DeviceError: it is somewhere else.
+        UnsupportedError: it is made of lists of blocks.
+    """
+    if mask.predicate is None:
+        raise UnsupportedError(
+            "a block_mask made of lists of blocks cannot be read from q_offset on, or by kv_lengths",
+            given="a list mask",
+            hint="create_block_mask from a mask_mod, or mask_mod= in the call",
+        )
+    q_len, made = query.shape[2], tuple(mask.seq_lengths)
+    last = q_len if isinstance(where.offset, Tensor) or where.at_end is not None else where.offset + q_len
+    if made[0] < last or made[1] < kv_len:
+        raise ShapeError(
+            f"block_mask was created for q_len={made[0]} and kv_len={made[1]}, smaller than what it is used for",
+            given=f"queries up to position {last} and kv_len={kv_len}",
+            hint="create_block_mask for all positions of the cache, or mask_mod= in the call",
+        )
+    _check_groups(mask, query)
+
+
+def check_mask(mask: BlockMask, query: Tensor, kv_len: int) -> None:
+    """Checks that a BlockMask fits a call.
 
     Args:
         mask: shape [1 or batch, 1 or q_heads, q_len, kv_len].
-        query, key: as validated.
+        query: as validated.
+        kv_len: of key.
     Raises:
         ShapeError: a length, batch or head count does not fit.
         DeviceError: the mask is somewhere else.
     """
+    _check_lengths(tuple(mask.shape), tuple(mask.seq_lengths), (query.shape[2], kv_len))
+    _check_groups(mask, query)
+
+
+def _check_groups(mask: BlockMask, query: Tensor) -> None:
+    """Batch, heads and device of a mask."""
     mask_batch, mask_heads, *_ = mask.shape
-    lengths = tuple(mask.seq_lengths)
-    batch, q_heads, q_len, _ = query.shape
-    _check_lengths(tuple(mask.shape), lengths, (q_len, key.shape[2]))
+    batch, q_heads, *_ = query.shape
     for name, size, wanted in (("batch", mask_batch, batch), ("heads", mask_heads, q_heads)):
         if size not in (1, wanted):
             raise ShapeError(

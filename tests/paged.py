@@ -1,0 +1,82 @@
+"""Keys and values in pages for tests: shuffled pages whose unwritten slots are NaN, beside the dense tensors they hold.
+
+Reads lengths and sizes; makes a PagedKV and dense keys and values, of which everything behind a length is NaN too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn import PagedKV
+
+
+class Paged(NamedTuple):
+    """pages, and what they hold: k [batch, kv_heads, max_length, qk_dim], v with v_dim; `lengths` on the host."""
+
+    pages: PagedKV
+    k: Tensor
+    v: Tensor
+    lengths: tuple[int, ...]
+
+    def request(self, b: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one request, [1, kv_heads, length, dim]."""
+        n = self.lengths[b]
+        return self.k[b : b + 1, :, :n], self.v[b : b + 1, :, :n]
+
+
+def make_paged(
+    lengths: tuple[int, ...],
+    page_size: int,
+    *,
+    kv_heads: int = 2,
+    dims: tuple[int, int] = (32, 24),
+    max_length: int | None = None,
+    spare: int = 3,
+    layout: str = "HND",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    order: int = 0,
+) -> Paged:
+    """Random keys and values in pages.
+
+    Args:
+        lengths: of the requests.
+        page_size: tokens of a page.
+        max_length: columns of the table times page_size, at least; None: the longest request.
+        spare: pages of the pool that nobody has.
+        layout: 'HND' or 'NHD', of the pool in memory.
+        seed: of what the tokens are.
+        order: of the pages in the pool; another number puts the same tokens elsewhere.
+    """
+    torch.manual_seed(seed)
+    width = max(1, -(-max(*lengths, max_length or 0, 0) // page_size))
+    counts = [-(-n // page_size) for n in lengths]
+    total = sum(counts) + spare
+    places = torch.randperm(total, generator=torch.Generator().manual_seed(order)).tolist()
+    table = torch.full((len(lengths), width), total + 1_000_000, dtype=torch.int32)  # what nobody may read
+    dense, pools = [], []
+    for dim in dims:
+        x = torch.randn(len(lengths), kv_heads, width * page_size, dim).to(dtype)
+        pool = torch.full((total, kv_heads, page_size, dim), math.nan).to(dtype)
+        at = iter(places)
+        for b, n in enumerate(lengths):
+            x[b, :, n:] = math.nan
+            for i in range(counts[b]):
+                page = table[b, i] = next(at)
+                pool[page] = x[b, :, i * page_size : (i + 1) * page_size]
+        dense.append(x.to(device))
+        pools.append(pool.transpose(1, 2).contiguous().to(device) if layout == "NHD" else pool.to(device))
+    on_device: Any = torch.tensor(lengths, dtype=torch.int32, device=device)
+    pages = PagedKV.from_table(pools[0], pools[1], table.to(device), on_device, layout=layout)
+    return Paged(pages, dense[0], dense[1], lengths)
+
+
+def query_of(paged: Paged, q_heads: int, q_len: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """A random query [batch, q_heads, q_len, qk_dim] for such pages."""
+    torch.manual_seed(q_len)
+    return torch.randn(len(paged.lengths), q_heads, q_len, paged.k.shape[3]).to(paged.k.device, dtype or paged.k.dtype)
