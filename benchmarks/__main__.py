@@ -29,6 +29,7 @@ from benchmarks.warm import seconds_of
 
 WHAT = ("forward", "backward", "memory", "decode", "masks", "host", "first_call", "ceilings")
 DEFAULT_SHAPES = ("d128", "d128_4k", "d64")
+DEFAULT_DECODE_SHAPES = ("8k", "128k", "16x8k", "64x4k", "4x64k")
 DEFAULT_PEERS = (OURS, "torch_flex")
 
 
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     gpu.add_argument("--shapes", nargs="+", choices=tuple(problems.SHAPES), default=list(DEFAULT_SHAPES))
     gpu.add_argument("--variants", nargs="+", choices=problems.VARIANTS, default=list(problems.VARIANTS))
     gpu.add_argument("--decode-shapes", nargs="+", choices=tuple(problems.DECODE_SHAPES))
+    gpu.add_argument("--decode-variants", nargs="+", choices=problems.DECODE_VARIANTS, default=["none", "causal"])
     gpu.add_argument("--mask-lengths", nargs="+", type=int, default=list(masks.LENGTHS))
     gpu.add_argument("--mask-variants", nargs="+", choices=masks.VARIANTS, default=list(masks.VARIANTS))
     gpu.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(DEFAULT_PEERS))
@@ -132,7 +134,7 @@ def run_gpu(given: argparse.Namespace) -> int:
     """The measurements asked for, in a fixed order."""
     names = list(dict.fromkeys([OURS, *given.peers]))
     shapes = [problems.SHAPES[n] for n in given.shapes]
-    decode_names = given.decode_shapes or (["tiny"] if given.device == "cpu" else list(problems.DECODE_SHAPES)[:-1])
+    decode_names = given.decode_shapes or (["tiny"] if given.device == "cpu" else list(DEFAULT_DECODE_SHAPES))
     wanted = [w for w in given.what if w in attention.WHAT]
     session = _session(given, names)
     if given.warm and wanted:
@@ -145,7 +147,7 @@ def run_gpu(given: argparse.Namespace) -> int:
     if wanted:
         attention.run(session, shapes, given.variants, wanted)
     if "decode" in given.what:
-        decode.run(session, [problems.DECODE_SHAPES[n] for n in decode_names])
+        decode.run(session, [problems.DECODE_SHAPES[n] for n in decode_names], given.decode_variants)
     if "host" in given.what:
         calls.host(session)
     if "masks" in given.what:

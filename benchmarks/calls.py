@@ -124,7 +124,7 @@ def _first_calls(peer: Peer, problem: Problem) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
         call = peer.prepare(problem)
-        own = [call.to_own(x).detach().requires_grad_(call.has_backward) for x in tensors]
+        own = [x.detach().requires_grad_(call.has_backward) for x in call.own(problem, tensors)]
         out = call.run(*own)
         timing.synchronize(problem.device)
     except Exception as error:

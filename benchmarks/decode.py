@@ -14,19 +14,18 @@ from torch import Tensor
 
 from benchmarks import check
 from benchmarks.attention import forget_compiled
-from benchmarks.problems import Problem, Shape, decode_variant
+from benchmarks.problems import DECODE_VARIANTS, Problem, Shape, decode_variant
 from benchmarks.results import OURS
 from benchmarks.session import Candidate, Session, chosen, compare, prepare
 
-VARIANTS = ("none", "causal")
 WHAT = ("decode_eager", "decode")
 _MOST_SETS = 16
 
 
-def run(session: Session, shapes: Sequence[Shape]) -> None:
-    """All shapes, without a mask and with one that keeps everything."""
+def run(session: Session, shapes: Sequence[Shape], variants: Sequence[str] = DECODE_VARIANTS) -> None:
+    """All shapes and variants."""
     for shape in shapes:
-        for name in VARIANTS:
+        for name in variants:
             if session.out_of_time():
                 session.say(f"no time left for decode {shape} {name}")
                 continue
@@ -36,12 +35,13 @@ def run(session: Session, shapes: Sequence[Shape]) -> None:
 def run_case(session: Session, shape: Shape, name: str) -> None:
     """One shape and variant."""
     forget_compiled()
-    problem = Problem(shape, decode_variant(name, shape), session.device, session.dtype)
+    problem = Problem(shape, decode_variant(name, shape, session.device), session.device, session.dtype)
     where = (shape, name)
     inputs = [problem.tensors(seed) for seed in range(sets_needed(problem))]
     exact = check.exact(problem, inputs[0], None)
     sets = len(inputs)
-    size = sum(x.numel() * x.element_size() for x in inputs[0]) + inputs[0][0].nbytes
+    kept = shape.batch * shape.key_heads * problem.variant.kept * shape.key_columns
+    size = (kept + shape.batch * shape.heads * (shape.dim + shape.value_dim)) * session.dtype.itemsize
     with torch.no_grad():
         ready: dict[str, Candidate] = {}
         for peer in chosen(session.peers):
@@ -49,7 +49,7 @@ def run_case(session: Session, shape: Shape, name: str) -> None:
                 ready[peer.name] = prepare(peer, problem, inputs[0], None, exact)
             except Exception as error:
                 session.failed(WHAT, where, peer, error)
-        calls = {key: [_bind(candidate, tensors) for tensors in inputs] for key, candidate in ready.items()}
+        calls = {key: [_bind(candidate, problem, tensors) for tensors in inputs] for key, candidate in ready.items()}
         _record(session, "decode_eager", where, ready, {key: _all(found) for key, found in calls.items()}, size, sets)
         _record(session, "decode", where, ready, _graphs(session, where, ready, calls), size, sets)
     session.say(f"decode {shape} {name}: {sets} sets of tensors")
@@ -89,13 +89,13 @@ def sets_needed(problem: Problem) -> int:
     if problem.device.type != "cuda":
         return 1
     shape = problem.shape
-    size = 2 * shape.batch * shape.key_heads * shape.keys * (shape.dim + shape.value_dim)
+    size = problem.dtype.itemsize * shape.batch * shape.key_heads * problem.variant.kept * shape.key_columns
     cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
     return max(1, min(_MOST_SETS, -(-4 * cache // size)))
 
 
-def _bind(candidate: Candidate, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-    own = [candidate.call.to_own(x) for x in tensors]
+def _bind(candidate: Candidate, problem: Problem, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+    own = candidate.call.own(problem, tensors)
     return lambda: candidate.call.run(*own)
 
 

@@ -7,7 +7,7 @@ reason of its row. Peers are imported only when they are asked for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,12 @@ class Call:
     to_own: Callable[[Tensor], Tensor] = _same
     to_common: Callable[[Tensor], Tensor] = _same
     has_backward: bool = True
+
+    def own(self, problem: Problem, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """query, key and value in the peer's layout; values that share memory with keys do so there too."""
+        q, k, v = tensors
+        key = self.to_own(k)
+        return [self.to_own(q), key, key[..., : v.shape[3]] if problem.shape.shares else self.to_own(v)]
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,31 @@ def flexattn_call(problem: Problem, *, in_the_call: bool = False) -> Call:
             variant.mask_mod, None, None, shape.length, shape.keys, device=problem.device
         )
     return Call(lambda q, k, v: flexattn.flex_attention(q, k, v, **options))
+
+
+def flexattn_paged_call(problem: Problem, *, page: int = 16) -> Call:
+    """flexattn over pages that a table names, in order as FlashInfer's are; mods in logical positions."""
+    import flexattn
+
+    variant, shape, device = problem.variant, problem.shape, problem.device
+    if shape.length != 1:
+        raise Unsupported("it is timed for one query a request")
+    count = -(-shape.keys // page)
+    table = torch.arange(shape.batch * count, dtype=torch.int32, device=device).view(shape.batch, count)
+    lengths = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device)
+    known: dict[int, Any] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pages = known.get(k.data_ptr())
+        if pages is None:
+            pools = k.view(-1, page, *k.shape[2:]), v.view(-1, page, *v.shape[2:])
+            pages = known[k.data_ptr()] = flexattn.PagedKV.from_table(*pools, table, lengths, layout="NHD")
+        q = q.transpose(1, 2)
+        return flexattn.paged_attention(q, pages, variant.score_mod, mask_mod=variant.mask_mod, q_offset=0).transpose(
+            1, 2
+        )
+
+    return Call(run, _swapped_copy, _swap, has_backward=False)
 
 
 # ---------------------------------------------------------------- torch
@@ -233,9 +264,11 @@ def flashinfer_call(problem: Problem) -> Call:
 def flashinfer_paged_call(problem: Problem, *, tensor_cores: bool) -> Call:
     """FlashInfer's decode over pages of 16 keys that lie in order."""
     flashinfer = _flashinfer()
-    shape, page, device = problem.shape, 16, problem.device
+    shape, page, device, variant = problem.shape, 16, problem.device, problem.variant
     if shape.length != 1:
         raise Unsupported("it decodes: one query a request")
+    if shape.dim != shape.value_dim:
+        raise Unsupported("one head dimension for keys and values: see flashinfer_mla")
     pages = shape.keys // page
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(device), "NHD", use_tensor_cores=tensor_cores)
     wrapper.plan(
@@ -243,11 +276,40 @@ def flashinfer_paged_call(problem: Problem, *, tensor_cores: bool) -> Call:
         torch.arange(shape.batch * pages, dtype=torch.int32, device=device),
         torch.full((shape.batch,), page, dtype=torch.int32, device=device),
         shape.heads, shape.key_heads, shape.dim, page, q_data_type=problem.dtype, kv_data_type=problem.dtype,
+        window_left=-1 if variant.window is None else variant.window - 1, logits_soft_cap=variant.soft_cap,
+        pos_encoding_mode="NONE" if variant.alibi is None else "ALIBI",
     )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         paged = (k.view(-1, page, *k.shape[2:]), v.view(-1, page, *v.shape[2:]))
         return wrapper.run(q.squeeze(1), paged).unsqueeze(1)
+
+    return Call(run, _swapped_copy, _swap, has_backward=False)
+
+
+def flashinfer_mla_call(problem: Problem) -> Call:
+    """FlashInfer's multi-head latent attention: one key head whose first columns are the values; pages of 64 keys in order."""
+    flashinfer = _flashinfer()
+    shape, page, device = problem.shape, 64, problem.device
+    if (
+        not shape.shares
+        or shape.length != 1
+        or problem.variant.score_mod is not None
+        or problem.variant.window is not None
+    ):
+        raise Unsupported("one query a request, values within keys, and no mod")
+    pages, counts = -(-shape.keys // page), torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(_workspace(device), backend="auto")
+    wrapper.plan(
+        counts, counts * pages, torch.arange(shape.batch * pages, dtype=torch.int32, device=device),
+        torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device), shape.heads, shape.value_dim,
+        shape.dim - shape.value_dim, page, False, shape.dim**-0.5, problem.dtype, problem.dtype,
+    )  # fmt: skip
+    latent = shape.value_dim
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, paged = q.squeeze(1), k.view(-1, page, shape.dim)
+        return wrapper.run(q[..., :latent], q[..., latent:], paged[..., :latent], paged[..., latent:]).unsqueeze(1)
 
     return Call(run, _swapped_copy, _swap, has_backward=False)
 
@@ -275,6 +337,7 @@ PEERS = {
     for p in (
         Peer("flexattn", "flexattn", "flexattn", flexattn_call),
         Peer("flexattn_mask_mod", "flexattn, mask_mod=", "flexattn", functools.partial(flexattn_call, in_the_call=True)),
+        Peer("flexattn_paged", "flexattn, pages of 16", "flexattn", flexattn_paged_call),
         Peer("torch_flex", "torch flex (Triton)", "torch", torch_flex_call),
         Peer("torch_flex_flash", "torch flex (FLASH)", "torch", functools.partial(torch_flex_call, backend="FLASH")),
         Peer("torch_flex_eager", "torch flex, eager", "torch", functools.partial(torch_flex_call, compile=False)),
@@ -287,5 +350,6 @@ PEERS = {
              functools.partial(flashinfer_paged_call, tensor_cores=False)),
         Peer("flashinfer_paged_tc", "FlashInfer, pages of 16, tensor cores", "flashinfer-python",
              functools.partial(flashinfer_paged_call, tensor_cores=True)),
+        Peer("flashinfer_mla", "FlashInfer, MLA", "flashinfer-python", flashinfer_mla_call),
     )
 }  # fmt: skip

@@ -27,6 +27,7 @@ class Shape(NamedTuple):
     kv_heads: int = 0
     kv_len: int = 0
     v_dim: int = 0
+    shares: bool = False  # values are the first v_dim columns of keys, in the same memory
 
     @property
     def value_dim(self) -> int:
@@ -35,6 +36,11 @@ class Shape(NamedTuple):
     @property
     def keys(self) -> int:
         return self.kv_len or self.length
+
+    @property
+    def key_columns(self) -> int:
+        """Numbers that are kept for a key and its value."""
+        return self.dim + (0 if self.shares else self.value_dim)
 
     @property
     def key_heads(self) -> int:
@@ -57,13 +63,18 @@ SHAPES = {
     "tiny_values": Shape(2, 2, 200, 16, v_dim=8),
 }
 DECODE_SHAPES = {
+    "1k": Shape(1, 32, 1, 128, 8, 1024),
     "8k": Shape(1, 32, 1, 128, 8, 8192),
     "128k": Shape(1, 32, 1, 128, 8, 131072),
     "16x8k": Shape(16, 32, 1, 128, 8, 8192),
     "64x4k": Shape(64, 32, 1, 128, 8, 4096),
     "4x64k": Shape(4, 32, 1, 128, 4, 65536),
+    "mla": Shape(16, 16, 1, 576, 1, 8192, 512, shares=True),
+    "mla_128": Shape(16, 128, 1, 576, 1, 8192, 512, shares=True),
     "tiny": Shape(2, 4, 1, 16, 2, 160),
+    "tiny_mla": Shape(2, 4, 1, 24, 1, 160, 16, shares=True),
 }
+DECODE_VARIANTS = ("none", "causal", "softcap", "alibi", "window", "near")
 VARIANTS = ("none", "causal", "window", "documents", "softcap", "alibi")
 TITLES = {
     "none": "none",
@@ -131,7 +142,7 @@ class Problem:
             *((s.batch, s.key_heads, s.keys, d) for d in (s.dim, s.value_dim)),
         ]
         made = [torch.randn(n, device=self.device, dtype=self.dtype, generator=generator) for n in sizes]
-        return made[0], made[1], made[2]
+        return made[0], made[1], made[1][..., : s.value_dim] if s.shares else made[2]
 
 
 # ---------------------------------------------------------------- masks and scores
@@ -196,13 +207,28 @@ def make_variant(name: str, shape: Shape, device: torch.device) -> Variant:
     return Variant(name, None, causal, start, position, causal=True)
 
 
-def decode_variant(name: str, shape: Shape) -> Variant:
-    """`none`, or `causal`: the query is the last position, so the mask keeps every key, but a kernel has to find that out."""
+def decode_variant(name: str, shape: Shape, device: torch.device | None = None) -> Variant:
+    """One of DECODE_VARIANTS: the query is the last position. All but `near`, the last WINDOW keys, keep every key, but a kernel has
+    to find that out; `window` is as long as the cache."""
     first, last = torch.zeros(shape.length, dtype=torch.int64), torch.full((shape.length,), shape.keys - 1)
     if name == "none":
         return Variant(name, None, None, first, last)
     offset = shape.keys - shape.length
-    return Variant(name, None, lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx, first, last, causal=True)
+    seen = lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
+    if name == "softcap":
+        return Variant(name, soft_cap(CAP), seen, first, last, causal=True, soft_cap=CAP)
+    if name == "alibi":
+        slopes = torch.exp2(-8.0 * (torch.arange(shape.heads, device=device) + 1) / shape.heads)
+        score = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx - offset)
+        return Variant(name, score, seen, first, last, causal=True, alibi=slopes)
+    if name in ("window", "near"):
+        width = shape.keys if name == "window" else WINDOW
+        near = lambda b, h, q_idx, kv_idx: (q_idx + offset >= kv_idx) & (q_idx + offset - kv_idx < width)
+        first = (last - width + 1).clamp_min(0)
+        return Variant(name, None, near, first, last, causal=True, window=width)
+    if name != "causal":
+        raise ValueError(f"no variant {name!r}; there are {', '.join(DECODE_VARIANTS)}")
+    return Variant(name, None, seen, first, last, causal=True)
 
 
 def count_blocks(variant: Variant, block: int) -> tuple[int, int]:

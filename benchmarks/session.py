@@ -113,7 +113,7 @@ def prepare(
     """
     call = peer.prepare(problem)
     training = training and call.has_backward
-    own = [call.to_own(x).detach().requires_grad_(training) for x in tensors]
+    own = [x.detach().requires_grad_(training) for x in call.own(problem, tensors)]
     out = call.run(*own)
     results = [call.to_common(out.detach())]
     own_grad = None

@@ -79,10 +79,30 @@ def test_kept_pairs_of_the_cpu_lines(name: str, length: int) -> None:
     assert variant.kept == int(_all_pairs(variant, length, length).sum())
 
 
-@pytest.mark.parametrize("name", ["none", "causal"])
-def test_decoding_keeps_every_key(name: str) -> None:
-    variant = problems.decode_variant(name, Shape(2, 4, 1, 16, 2, 40))
-    assert variant.kept == 40 == int(_all_pairs(variant, 1, 40).sum())
+@pytest.mark.parametrize("name", problems.DECODE_VARIANTS)
+def test_decoding_keeps_every_key_but_for_a_near_window(name: str) -> None:
+    keys = problems.WINDOW + 40
+    variant = problems.decode_variant(name, Shape(2, 4, 1, 16, 2, keys))
+    wanted = problems.WINDOW if name == "near" else keys
+    assert variant.kept == wanted == int(_all_pairs(variant, 1, keys).sum())
+
+
+def test_no_such_variant_of_decoding() -> None:
+    with pytest.raises(ValueError, match="there are none, causal"):
+        problems.decode_variant("documents", problems.DECODE_SHAPES["tiny"])
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny_mla"])
+@pytest.mark.parametrize("name", problems.DECODE_VARIANTS)
+def test_dense_and_paged_decoding_are_checked(shape: str, name: str) -> None:
+    """Values within keys stay there in the peer's own layout."""
+    sizes = problems.DECODE_SHAPES[shape]
+    problem = Problem(sizes, problems.decode_variant(name, sizes), CPU, torch.float32)
+    for peer in ("flexattn", "flexattn_paged"):
+        found = _prepared(peer, problem, gradients=False)
+        assert found.error["out"] < 1e-5
+        shares = found.tensors[1].untyped_storage().data_ptr() == found.tensors[2].untyped_storage().data_ptr()
+        assert shares == sizes.shares
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "documents"])
