@@ -35,7 +35,7 @@ _ASKED = 4096  # pairs of a mask looked at together: 32 a thread
 # ---------------------------------------------------------------- tiles
 def decode_tiles(
     target: Target, *, rows: int, element_bytes: int, qk_dim: int, v_dim: int, programs: Sequence[Program | None] = (),
-    options: Any = None, precision: str = "ieee",
+    options: Any = None, precision: str = "ieee", is_paged: bool = False,
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """Configurations, best first.
 
@@ -47,6 +47,7 @@ def decode_tiles(
         programs: score and mask program; captured reads inside the loop cost shared memory.
         options: a TileOptions of the caller, honoured or refused, never ignored.
         precision: of float32 products, 'ieee' or 'tf32'.
+        is_paged: keys and values are found by page numbers.
 
     Raises:
         OptionError: the caller's tiles do not fit.
@@ -57,15 +58,15 @@ def decode_tiles(
         >>> decode_tiles(target_of(90), rows=4, element_bytes=2, qk_dim=128, v_dim=128)[0]
         TileConfig(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3)
     """
-    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "precision": precision}
-    problem = tile_problem("decode", target, q_len=1, programs=programs, **sizes)
+    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "is_paged": is_paged}
+    problem = tile_problem("decode", target, q_len=1, programs=programs, precision=precision, **sizes)
     if target.is_interpreter:
         found: tuple[TileConfig, ...] = (TileConfig(16, 32, 4, 1),)
     else:
         height = next((n for n in _ROWS if n >= rows), _ROWS[-1])
         table = DECODE[target.family] if element_bytes == 2 else DECODE_SINGLE
         listed = [row for pad, configs in table if pad >= problem.pad for row in configs]
-        tiles = [_with_height(min(height, most), *rest) for most, *rest in listed]
+        tiles = [_with_height(min(height, most), *rest, is_paged=is_paged) for most, *rest in listed]
         found = tuple(c for c in dict.fromkeys(tiles) if is_legal(c, problem))[:3]
     if not found:
         raise UnsupportedError(
@@ -85,9 +86,10 @@ def decode_tiles(
     return (config,)
 
 
-def _with_height(height: int, keys: int, warps: int, stages: int) -> TileConfig:
-    """The registers of 4 warps do not hold 64 rows."""
-    return TileConfig(height, keys, 8 if height == _ROWS[-1] else warps, stages)
+def _with_height(height: int, keys: int, warps: int, stages: int, *, is_paged: bool) -> TileConfig:
+    """The registers of 4 warps do not hold 64 rows. Of paged keys as many tiles are on their way, and as many page numbers before
+    them, for which the compiler takes half of the stages."""
+    return TileConfig(height, keys, 8 if height == _ROWS[-1] else warps, 2 * stages - 1 if is_paged else stages)
 
 
 def asked_together(config: TileConfig) -> tuple[int, int]:

@@ -155,13 +155,13 @@ class _Arguments:
         self.aligned: list[tuple[str, int | None, int]] = []
 
     def tensor(self, name: str, layout: TensorLayout, strides: str, block: tuple[int, int] | None = None) -> None:
-        """A [batch, heads, length, dim] tensor and the tuple of its strides (batch and head always 64 bit); with a block
-        of (rows, dims) it comes as a tensor descriptor."""
+        """A [batch, heads, length, dim] tensor and the tuple of its strides (batch and head always 64 bit, but not pages); with a
+        block of (rows, dims) it comes as a tensor descriptor."""
         step = "i64" if layout.is_wide else "i32"
         shape = "" if block is None else f"[1, 1, {block[0]}, {block[1]}]"
         shape += f",{_shared_layout(16, 4, 128)}" if shape and self.spec.is_gluon else ""
         self.types[name] = f"tensordesc<{layout.dtype}{shape}>" if shape else f"*{layout.dtype}"
-        self.types[strides] = ("i64", "i64", step, step)
+        self.types[strides] = (step if self.spec.page_size else "i64", "i64", step, step)
         if layout.is_aligned:
             divisor = 16 // (4 if layout.dtype == "fp32" else 2)
             self.aligned += [(name, None, 16)] if block is None else []
@@ -278,6 +278,8 @@ def _decode_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int 
     _inputs(arguments)
     arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", scale="fp32", **_SPLIT, kv_len="i32")
+    if spec.page_size:
+        arguments.plain(PAGES="*i32", PAGE_STARTS="*i32")
     arguments.captures()
     return arguments.types, arguments.aligned
 
@@ -425,7 +427,8 @@ def _decode_constexprs(spec: KernelSpec) -> dict[str, Any]:
     of_heads = spec.mask is not None and bool(spec.mask.body.deps & DEP_H)
     return {
         "ZONES": None, "KEPT": kept, "DROPPED": dropped, "BY_HEAD": by_head, "ASKED": asked, "ASKED_ALONE": alone,
-        "OF_HEADS": of_heads, "IS_CHAINED": spec.is_chained,
+        "OF_HEADS": of_heads, "IS_CHAINED": spec.is_chained, "PAGE_SIZE": spec.page_size,
+        **({} if spec.page_size else {"PAGES": None, "PAGE_STARTS": None}),
     }  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class TileProblem:
     is_kept: bool = False  # some of `gathers` are the mask's
     reads: CapturedReads = CapturedReads()
     precision: str = "ieee"  # of float32 products
+    is_paged: bool = False  # keys and values are found by page numbers that are loaded first
 
     @property
     def is_single(self) -> bool:
@@ -279,16 +280,18 @@ def _element_scratch(problem: TileProblem) -> int:
 
 def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
     """Of the decode kernel: its rows of queries stay, and where they are few, so do their probabilities beside what is streamed."""
-    m, n, stages, reads = config.BLOCK_M, config.BLOCK_N, config.num_stages, problem.reads
+    m, n, reads = config.BLOCK_M, config.BLOCK_N, problem.reads
+    stages = 1 + (config.num_stages - 1) // (2 if problem.is_paged else 1)  # the compiler shares them out
     first, second = (n * width * problem.element_bytes for width in (problem.qk_pad, problem.v_pad))
     queries = m * problem.qk_pad * problem.element_bytes
     scores = m * n * problem.element_bytes if problem.is_single or m < problem.v_pad else 0
     captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key) + _element_scratch(problem) * m * n
+    captured += 4 * n * stages if problem.is_paged else 0
     if m >= 64 and problem.target.family != "mma" and not problem.is_single:
         streamed = stages * (first + second)
         again = _correction_scratch(config, problem) + 2 * _ROUNDING if problem.target.family == "tcgen05" else 0
         return queries + streamed + again + captured + _ROUNDING
-    turned = second if (problem.is_single and stages > 1) or problem.is_kept else 0  # values of which some are set to 0
+    turned = second if (problem.is_single and stages > 1) or problem.is_kept else 0
     ahead = (stages - 1) * (first + second) + turned
     return queries + scores + max(ahead, first, second) + captured + _ROUNDING
 

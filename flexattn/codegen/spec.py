@@ -54,7 +54,7 @@ class TensorLayout(NamedTuple):
     Args:
         dtype: 'bf16', 'fp16' or 'fp32'.
         is_aligned: The pointer and all strides but the last, which is 1, are multiples of 16 bytes.
-        is_wide: Offsets inside one tile may pass 2^31 elements.
+        is_wide: Offsets inside one tile may pass 2^31 elements, of paged keys those of pages too.
         is_expanded: A dimension has stride 0, which a tensor descriptor cannot say.
     """
 
@@ -99,6 +99,7 @@ class KernelSpec:
     capture_grads: tuple[int, ...] = ()  # score program slots whose gradient the dq kernel sums
     fold_scale: bool = True  # scale * log2(e) in one factor: no score_mod, scale > 0, half types
     precision: str = "ieee"  # of float32 dots: 'ieee' or 'tf32'
+    page_size: int = 0  # of keys and values in pages, 0 where they are not
     wide_lengths: bool = False  # a length, batch or head count of SMALL_INDEX or more
     want_max: bool = False
     want_dq: bool = True
@@ -163,22 +164,24 @@ class KernelSpec:
         return {"bf16": half, "fp16": "exp2"}.get(self.layouts[0].dtype, "exact")
 
 
-def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128) -> TensorLayout:
-    """Layout facts of a [batch, heads, length, dim] tensor, or of its contiguous copy where the last stride is not 1."""
+def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128, is_paged: bool = False) -> TensorLayout:
+    """Layout facts of a [batch, heads, length, dim] tensor, or of its contiguous copy where the last stride is not 1. A tile of paged
+    keys, [pages, heads, length, dim], lies in any pages."""
     if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         hint = "convert query, key and value, or kernel_options={'BACKEND': 'TORCH'}"
         raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint=hint)
-    return _tensor_layout(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16, max(tile_rows, 256))
+    rows = max(tile_rows, 256)
+    return _tensor_layout(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16, rows, is_paged)
 
 
 @lru_cache(maxsize=4096)
 def _tensor_layout(
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], offset: int, tile_rows: int
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], offset: int, tile_rows: int, is_paged: bool
 ) -> TensorLayout:
     if strides[3] != 1 and shape[3] > 1:  # a launch copies it
         return fresh_layout(dtype, shape[3])
     aligned = offset == 0 and all(s % (16 // dtype.itemsize) == 0 for s in strides[:3])
-    reach = tile_rows * strides[2] + 2 * shape[3] * strides[3]
+    reach = tile_rows * strides[2] + 2 * shape[3] * strides[3] + (shape[0] * strides[0] if is_paged else 0)
     expanded = any(s <= 0 and n > 1 for s, n in zip(strides, shape))
     return TensorLayout(_NAMES[dtype], aligned, reach > LIMIT_32, expanded)
 

@@ -74,7 +74,7 @@ def candidates(
     Raises:
         OptionError: The caller's tiles do not fit.
     """
-    sizes = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len}
+    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len}
     problem = tile_problem(kernel, target, programs=programs, precision=precision, **sizes)
     found = _preferred(problem)
     return found if options is None else _with_options(problem, found, options)
@@ -91,7 +91,7 @@ def dividing(kernel: str, block: tuple[int, int], **sizes: Any) -> tuple[TileCon
 
 def tile_problem(
     kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
-    programs: Sequence[Program | None] = (), precision: str = "ieee",
+    programs: Sequence[Program | None] = (), precision: str = "ieee", is_paged: bool = False,
 ) -> TileProblem:  # fmt: skip
     """The facts of a call that tiles rest on; arguments as of `candidates`."""
     given = [p for p in programs if p is not None]
@@ -104,7 +104,7 @@ def tile_problem(
             is_narrow=any(r.is_narrow for r in reads), may_have_gradient=any(r.may_have_gradient for r in reads),
         ),
         precision=precision, mask=max((mask_kind(p) for p in given if p.kind == "mask"), default="plain"),
-        is_kept=any(p.kind == "mask" and gathers_of(p) > 0 for p in given),
+        is_kept=any(p.kind == "mask" and gathers_of(p) > 0 for p in given), is_paged=is_paged,
     )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def trials(
     Raises:
         OptionError: The caller's tiles do not fit.
     """
-    sizes = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len}
+    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len}
     preferred = candidates(kernel, target, programs=programs, options=options, precision=precision, **sizes)
     if is_fixed(kernel, options) or target.is_interpreter:
         return preferred

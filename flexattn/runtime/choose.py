@@ -295,29 +295,30 @@ def tiles_of(problem: Problem, plan: Plan, kernel: str) -> tuple[TileConfig, str
 # ---------------------------------------------------------------- facts
 def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None) -> dict[str, Any]:
     """Every field of a spec but the kernel, its target and its tiles; `d_out` is the layout of the gradient of out."""
-    q, k, v = problem.q, problem.k, problem.v
-    q_layout = tensor_layout(q)
+    q, is_paged = problem.q, problem.pages is not None
+    q_layout, *kv_layouts = tensor_layout(q), *(tensor_layout(x, is_paged=is_paged) for x in (problem.k, problem.v))
     captures, numbers = bound(problem)
     return {
         "qk_dim": q.shape[3],
-        "v_dim": v.shape[3],
-        "layouts": (q_layout, tensor_layout(k), tensor_layout(v), d_out or q_layout),
+        "v_dim": problem.v.shape[3],
+        "layouts": (q_layout, *kv_layouts, d_out or q_layout),
         "score": plan.score,
         "mask": plan.mask,
         "captures": tuple(capture_layout(c) for c in captures),
         "wide_numbers": tuple(wide_number(n) for n in numbers),
         "fold_scale": plan.score is None and problem.scale > 0 and q.dtype != torch.float32,
         "precision": "tf32" if plan.tf32 else "ieee",
-        "wide_lengths": any_wide((*q.shape[:3], k.shape[2])),
+        "wide_lengths": any_wide((*q.shape[:3], problem.kv_len)),
+        "page_size": 0 if problem.pages is None else problem.pages.page_size,
     }
 
 
 def _fact_key(problem: Problem, d_out: TensorLayout | None) -> tuple[Any, ...]:
     """What of `kernel_facts` can change between calls of one plan; every call asks, so it is no dictionary."""
-    q, k = problem.q, problem.k
+    q, page_size = problem.q, 0 if problem.pages is None else problem.pages.page_size
     captures, numbers = bound(problem)
-    layouts = tensor_layout(q), tensor_layout(k), tensor_layout(problem.v), d_out
-    sizes = problem.scale > 0, any_wide((*q.shape[:3], k.shape[2]))
+    layouts = tensor_layout(q), *(tensor_layout(x, is_paged=page_size > 0) for x in (problem.k, problem.v)), d_out
+    sizes = problem.scale > 0, any_wide((*q.shape[:3], problem.kv_len)), page_size
     return layouts, tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)), sizes
 
 
@@ -385,11 +386,12 @@ def _listed(
 def tiles_of_decode(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
     """Tiles of the decode kernel on a device, best first."""
     q, precision = problem.q, "tf32" if plan.tf32 else "ieee"
-    sizes = {
+    sizes: dict[str, Any] = {
         "rows": _rows(problem),
         "element_bytes": q.element_size(),
         "qk_dim": q.shape[3],
         "v_dim": problem.v.shape[3],
+        "is_paged": problem.pages is not None,
     }
     options, programs = _tile_options(problem, "decode"), (plan.score, plan.mask)
     return decode_tiles(target, programs=programs, options=options, precision=precision, **sizes)
@@ -438,8 +440,9 @@ def _group(problem: Problem, kernel: str) -> tuple[Any, ...]:
     mask, q = problem.block_mask, problem.q
     blocks = None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE
     sizes = _size_class(problem, kernel) if problem.options.autotune else ()
-    sizes = (*sizes, min(64, *autotune.size_class(_rows(problem)))) if kernel == "decode" else sizes
-    return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, problem.k.shape[2] > LONG_KEYS, blocks, sizes
+    if kernel == "decode":
+        sizes = (*sizes, min(64, *autotune.size_class(_rows(problem))), problem.pages is not None)
+    return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, problem.kv_len > LONG_KEYS, blocks, sizes
 
 
 def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) -> autotune.Question:
@@ -452,8 +455,8 @@ def _question(problem: Problem, plan: Plan, kernel: str, facts: dict[str, Any]) 
 def _size_class(problem: Problem, kernel: str) -> tuple[int, ...]:
     """Lengths and (batch, head) pairs of programs, as autotuning tells them apart."""
     q, k = problem.q, problem.k
-    pairs = k.shape[0] * k.shape[1] if kernel in ("decode", *BY_COLUMN) else q.shape[0] * q.shape[1]
-    return autotune.size_class(q.shape[2], k.shape[2], pairs)
+    pairs = problem.kv_batch * k.shape[1] if kernel in ("decode", *BY_COLUMN) else q.shape[0] * q.shape[1]
+    return autotune.size_class(q.shape[2], problem.kv_len, pairs)
 
 
 __all__ = [

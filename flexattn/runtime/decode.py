@@ -42,10 +42,12 @@ def decode_choice(problem: Problem, target: Target) -> tuple[bool, str]:
         return False, "kernel_options fixes tiles of the forward kernel"
     if max(q.shape[3], problem.v.shape[3]) > WIDEST:
         return False, f"it takes head dimensions up to {WIDEST}"
-    sizes = {"q_len": q.shape[2], "kv_len": k.shape[2], "group": q.shape[1] // k.shape[1]}
+    if problem.lengths is not None and q.shape[2] <= MOST_QUERIES:
+        return True, "keys lie in pages" if problem.pages is not None else "keys end at lengths on the device"
+    sizes = {"q_len": q.shape[2], "kv_len": problem.kv_len, "group": q.shape[1] // k.shape[1]}
     if pays(**sizes, programs=q.shape[0] * q.shape[1], processors=target.processors):
         return True, "few queries meet long rows of keys"
-    if q.shape[2] > MOST_QUERIES or k.shape[2] < FEWEST_KEYS:
+    if q.shape[2] > MOST_QUERIES or problem.kv_len < FEWEST_KEYS:
         return False, f"it takes at most {MOST_QUERIES} queries and at least {FEWEST_KEYS} keys"
     return False, f"more than {MOST_QUERIES} rows share a key head, and there are heads for all processors"
 
@@ -55,7 +57,7 @@ def splits_of(problem: Problem, config: TileConfig, target: Target) -> int:
     if problem.options.split_kv is not None:
         return problem.options.split_kv
     groups = problem.q.shape[0] * problem.k.shape[1] * _lines(problem, config)
-    return _split_count(groups, problem.k.shape[2], config.BLOCK_N, target.processors)
+    return _split_count(groups, problem.kv_len, config.BLOCK_N, target.processors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,9 +118,10 @@ def _key(problem: Problem) -> tuple[Any, ...]:
     """What launches rest on that are ready, but for the number of splits."""
     q, k, v = problem.q, problem.k, problem.v
     captures, numbers = bound(problem)
-    length = k.shape[2] if problem.options.autotune else any_wide((k.shape[2],))
+    length = problem.kv_len if problem.options.autotune else any_wide((problem.kv_len,))
+    page_size = 0 if problem.pages is None else problem.pages.page_size
     return (
-        q.device.index, problem.scale, problem.want_max, q.shape, k.shape[:2], v.shape[0], v.shape[3], length,
+        q.device.index, problem.scale, problem.want_max, q.shape, k.shape[:2], v.shape[0], v.shape[3], length, page_size,
         q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
         tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)),
     )  # fmt: skip
@@ -148,7 +151,7 @@ def _start(problem: Problem, ready: Ready, order: tuple[int, ...], inputs: dict[
     peaks = torch.empty_like(lse) if problem.want_max else None
     parts = lse if ready.merge is None else torch.empty(ready.between, dtype=single, device=q.device)
     results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks, "PARTS": parts}
-    ready.decode({**inputs, **results, "kv_len": problem.k.shape[2]}, device=q.device)
+    ready.decode({**inputs, **results, "kv_len": problem.kv_len}, device=q.device)
     if ready.merge is not None:
         ready.merge(results, device=q.device)
     return out, lse, peaks

@@ -311,7 +311,9 @@ def _facts(x: Tensor) -> tuple[tuple[int, ...], int]:
 # ---------------------------------------------------------------- arguments
 def _inputs(problem: Problem) -> dict[str, Any]:
     """The tensors and captured values that every attention kernel has."""
-    return {"Q": problem.q, "K": problem.k, "V": problem.v, "caps": flat_arguments(*bound(problem))}
+    inputs = {"Q": problem.q, "K": problem.k, "V": problem.v, "caps": flat_arguments(*bound(problem))}
+    pages = problem.pages
+    return inputs if pages is None else {**inputs, "PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts}
 
 
 def _fixed(problem: Problem) -> dict[str, Any]:
@@ -319,7 +321,7 @@ def _fixed(problem: Problem) -> dict[str, Any]:
     q, k, v = problem.q, problem.k, problem.v
     return {
         "q_strides": q.stride(), "k_strides": _kv_strides(k), "v_strides": _kv_strides(v), "scale": float(problem.scale),
-        "q_heads": q.shape[1], "group": q.shape[1] // k.shape[1], "q_len": q.shape[2], "kv_len": k.shape[2],
+        "q_heads": q.shape[1], "group": q.shape[1] // k.shape[1], "q_len": q.shape[2], "kv_len": problem.kv_len,
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,7 @@ FAMILIES = (80, 90, 100)
 WINDOW = (None, trace(mods.sliding_window(1024), "mask"))
 PREFIX = (None, trace(lambda b, h, i, j: (j < 7) | (i - j < 300) & (i >= j), "mask"))
 LENGTHS = torch.zeros(8, dtype=torch.int32)
+BY_LENGTH = (None, trace(lambda b, h, i, j: j < LENGTHS[b], "mask"))
 PER_HEAD = (None, trace(lambda b, h, i, j: (j < LENGTHS[b]) & (j >= LENGTHS[h] - 16 * h), "mask"))
 REMAINDER = (None, trace(lambda b, h, i, j: (i + j + h) % 3 != 1, "mask"))
 
@@ -48,16 +50,16 @@ def _own_leaves(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
 
 
-def tiles(arch: int, dim: int, rows: int, dtype: str = "bf16") -> tuple[TileConfig, ...]:
-    return decode_tiles(target_of(arch), rows=rows, element_bytes=element_bytes(dtype), qk_dim=dim, v_dim=dim)
+def tiles(arch: int, dim: int, rows: int, dtype: str = "bf16", is_paged: bool = False) -> tuple[TileConfig, ...]:
+    sizes = {"element_bytes": element_bytes(dtype), "qk_dim": dim, "v_dim": dim}
+    return decode_tiles(target_of(arch), rows=rows, is_paged=is_paged, **sizes)  # type: ignore[arg-type]
 
 
 def compiled(
-    arch: int, dim: int, rows: int, leaf: str = "causal", dtype: str = "bf16", **what: object
+    arch: int, dim: int, rows: int, leaf: str = "causal", dtype: str = "bf16", page_size: int = 0, **what: object
 ) -> tuple[str, Resources]:
-    spec = spec_of(
-        "decode", arch=arch, dim=dim, leaf=leaf, dtype=dtype, config=tiles(arch, dim, rows, dtype)[0], **what
-    )  # type: ignore[arg-type]
+    config = tiles(arch, dim, rows, dtype, page_size > 0)[0]
+    spec = spec_of("decode", arch=arch, dim=dim, leaf=leaf, dtype=dtype, config=config, page_size=page_size, **what)  # type: ignore[arg-type]
     text, used = compile_and_measure(spec)
     assert used.shared <= shared_bytes(spec.config, problem_of(spec)) <= target_of(arch).shared_bytes
     assert used.spills <= (ASKED_SPILLS if leaf == "document" else SPILLS), used
@@ -93,6 +95,37 @@ def test_every_kind_of_leaf(leaf: str) -> None:
 )
 def test_masks_found_by_formula_or_asked(leaves: object) -> None:
     compiled(90, 128, 4, leaves=leaves)
+
+
+PAGE_LOOKUP, KEYS = r"cp\.async\.ca\.shared\.global", r"cp\.async\.cg\.shared\.global"
+
+
+@compiles
+@pytest.mark.parametrize("page_size", [1, 16, 24, 64, 672])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_pages_are_looked_up_ahead_of_keys_on_their_way(arch: int, page_size: int) -> None:
+    """As many tiles are in shared memory at once as of dense keys, and page numbers beside them."""
+    text, used = compiled(arch, 128, 4, leaves=BY_LENGTH, page_size=page_size)
+    assert re.search(PAGE_LOOKUP, text) and re.search(KEYS, text)
+    assert used.shared >= 2 * 2 * 64 * 128 * 2
+
+
+@compiles
+@pytest.mark.parametrize("leaves", [REMAINDER, WINDOW, PER_HEAD], ids=["remainder", "window", "per head"])
+def test_masks_over_pages(leaves: object) -> None:
+    compiled(90, 128, 4, leaves=leaves, page_size=16)
+
+
+@compiles
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("rows", [4, 17, 64])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_model_of_shared_memory_over_pages(arch: int, dim: int, rows: int, page_size: int) -> None:
+    for config in tiles(arch, dim, rows, is_paged=True):
+        spec = spec_of("decode", arch=arch, dim=dim, config=config, page_size=page_size)
+        used, model = shared_of(spec), shared_bytes(config, problem_of(spec))
+        assert used <= model <= used + max(5 * KIB, 0.06 * used), (config, used, model)
 
 
 @compiles

@@ -1,4 +1,4 @@
-"""Decode kernels: few queries against many keys; read q, k, v and no table, make the output by way of sums over parts of the keys.
+"""Decode kernels: few queries against many keys, dense or in pages; read no table of tiles, make the output from sums over parts.
 
 The idea: all query heads that share a key head lie in one tile of rows, so that K and V are read once, and the keys are split over
 programs. A program takes every `splits`-th of the tiles that the mask may keep: wherever kept keys lie, all programs get as many.
@@ -139,35 +139,31 @@ def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.c
 
 
 @triton.jit
-def _with_rows(values, some):
-    """values [N, V] with zeros in the rows where `some` [N] is 0, not 1. By bits: a truth value has none in shared memory."""
-    BITS: tl.constexpr = tl.int32 if values.dtype == tl.float32 else tl.int16
-    return (values.to(BITS, bitcast=True) & (-some).to(BITS)[:, None]).to(values.dtype, bitcast=True)
-
-
-@triton.jit
-def _sweep(acc, peak, total, bits, q, K, V, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head, head,
+def _sweep(acc, peak, total, bits, q, K, V, PAGES, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head, head,
            q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
            QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-           FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+           PAGE_SIZE: tl.constexpr, FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Adds the tiles of a program whose bits are set to its running rows."""
-    IS_PARTIAL: tl.constexpr = KIND == tiles.PARTIAL
     for _tile in tl.range(0, leaf_ops.count_bits(bits)):
         start = (first + _lowest(bits) * splits) * BLOCK_N
         bits = bits & (bits - 1)
-        k = tiles.load_tile(K, k_strides, batch, kv_head, start, kv_len, BLOCK_N, QK_DIM, QK_PAD, False, IS_PARTIAL)  # [N, QK]
         known = tiles.with_reads(batch, head, q_idx, start, caps, READS, BLOCK_N)
+        kv_idx = (start + tl.arange(0, BLOCK_N))[None, :]
+        wanted = None
+        if KIND == tiles.PARTIAL:
+            keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, known, MASK_MOD)
+            wanted = tl.max(keep.to(tl.int32), 0) != 0  # what nobody keeps may hold anything, and 0 times NaN is NaN
+        place = batch
+        if PAGE_SIZE > 0:
+            place = tiles.pages_of(PAGES, start, wanted, BLOCK_N, PAGE_SIZE)
+        k = tiles.load_keys(K, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM, QK_PAD, PAGE_SIZE)  # [N, QK]
         scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
         scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
-        kv_idx = (start + tl.arange(0, BLOCK_N))[None, :]
         if SCORE_MOD is not None:
             scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, known)
-        v = tiles.load_tile(V, v_strides, batch, kv_head, start, kv_len, BLOCK_N, V_DIM, V_PAD, False, IS_PARTIAL)  # [N, V]
-        if IS_PARTIAL:
-            keep = tiles.keep_tile(batch, head, q_idx, kv_idx, q_len, kv_len, known, MASK_MOD)
+        if KIND == tiles.PARTIAL:
             scores = tl.where(keep, scores, float("-inf"))
-            if MASK_MOD is not None:  # what nobody keeps may hold anything, and 0 times NaN is NaN
-                v = _with_rows(v, tl.max(keep.to(tl.int32), 0))
+        v = tiles.load_keys(V, v_strides, place, kv_head, start, wanted, BLOCK_N, V_DIM, V_PAD, PAGE_SIZE)  # [N, V]
         probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
         acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
     return acc, peak, total
@@ -184,12 +180,13 @@ def _quotient(acc, total, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_strides, out_strides, caps, scale, q_heads,
-                     group, q_len, kv_len, lines, splits, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
-                     ZONES: tl.constexpr, KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr,
-                     V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr, OF_HEADS: tl.constexpr, FOLD_SCALE: tl.constexpr,
-                     WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_strides, out_strides, caps, scale,
+                     q_heads, group, q_len, kv_len, lines, splits, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+                     READS: tl.constexpr, ZONES: tl.constexpr, KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr,
+                     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+                     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr,
+                     OF_HEADS: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr,
+                     PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
     `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
 
@@ -225,6 +222,8 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_stri
         begin, stop = _hull(ends, q_lo, q_hi, kv_len, BLOCK_N, KEPT, BY_HEAD)
         first = begin + split
         own = _place_of(stop, first, splits)
+    if PAGE_SIZE > 0:
+        PAGES += tl.load(PAGE_STARTS + batch)
     q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
     is_alone = (q_lo == q_hi) & (1 - OF_HEADS > 0)  # one query is asked for in place of all rows
     for at in range(0, own, STRIP):
@@ -241,12 +240,12 @@ def attention_decode(Q, K, V, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_stri
             kept = _below(own - at)
             partial = _cut(at, own, first, splits, kv_len, BLOCK_N)
         rows_of_q = tl.where(kept != 0, q, tl.zeros_like(q))  # it is the same: the compiler waits for q here and not before
-        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, rows_of_q, K, V, first + at * splits, splits, k_strides, v_strides,
-                                  caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD,
-                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
-        acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, K, V, first + at * splits, splits, k_strides, v_strides,
-                                  caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD,
-                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, FOLD_SCALE, PRECISION, UPCAST)
+        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, rows_of_q, K, V, PAGES, first + at * splits, splits, k_strides,
+                                  v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD,
+                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, PAGE_SIZE, FOLD_SCALE, PRECISION, UPCAST)
+        acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, K, V, PAGES, first + at * splits, splits, k_strides,
+                                  v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD,
+                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, PAGE_SIZE, FOLD_SCALE, PRECISION, UPCAST)
     IS_EXACT: tl.constexpr = q.dtype == tl.float32
     dims = tl.arange(0, V_PAD)
     if splits > 1:

@@ -62,6 +62,49 @@ def load_tile(TENSOR, strides, batch, head, first, length, ROWS: tl.constexpr, D
 
 
 @triton.jit
+def pages_of(PAGES, first, wanted, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The pages of keys first .. first + ROWS of a request whose list of pages begins at PAGES: a number where they lie in one page,
+    else [ROWS], of which those are looked up that are wanted."""
+    if PAGE_SIZE % ROWS == 0:
+        return tl.load(PAGES + first // PAGE_SIZE)
+    else:
+        pages = PAGES + (first + tl.arange(0, ROWS)).to(tl.uint32) // PAGE_SIZE
+        if wanted is None:
+            return tl.load(pages)
+        else:
+            return tl.load(pages, mask=wanted, other=0)
+
+
+@triton.jit
+def load_keys(TENSOR, strides, place, head, first, wanted, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+              PAGE_SIZE: tl.constexpr):
+    """Rows first .. first + ROWS of one head of keys or values -> [ROWS, PAD], zeros outside them and where `wanted` [ROWS] does not
+    hold; None for all.
+
+    PAGE_SIZE 0: TENSOR is [batch, heads, length, DIM] and `place` the batch. Else [pages, heads, PAGE_SIZE, DIM], and `place` is what
+    `pages_of` says."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PAD)[None, :]
+    start = TENSOR + head.to(tl.int64) * strides[1]
+    if PAGE_SIZE % ROWS == 0:
+        within = first % PAGE_SIZE if PAGE_SIZE > 0 else first
+        start += place * strides[0] + within.to(tl.int64) * strides[2]
+        pointers = start + (rows[:, None] * strides[2] + dims)
+    else:
+        within = ((first + rows).to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+        pointers = start + (place * strides[0] + within * strides[2])[:, None] + dims
+    if wanted is None:
+        if DIM < PAD:
+            return tl.load(pointers, mask=dims < DIM, other=0.0)
+        else:
+            return tl.load(pointers)
+    elif DIM < PAD:
+        return tl.load(pointers, mask=wanted[:, None] & (dims < DIM), other=0.0)
+    else:
+        return tl.load(pointers, mask=wanted[:, None], other=0.0)
+
+
+@triton.jit
 def store_tile(TENSOR, strides, batch, head, first, length, values, ROWS: tl.constexpr, DIM: tl.constexpr,
                PAD: tl.constexpr):
     """Writes values [ROWS, PAD] to rows first .. first + ROWS of one head of a [batch, heads, length, DIM] tensor whose
