@@ -12,9 +12,9 @@ import torch
 
 from flexattn.codegen.decode_tiles import formula_of
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
-from flexattn.codegen.regrouped import Ends, ends_of, in_base_2, one_index_a_side, slope_of
+from flexattn.codegen.regrouped import ends_by_key, ends_of, in_base_2, one_index_a_side, slope_of
 from flexattn.codegen.spec import BY_COLUMN, HOPPER_GRADIENTS, KernelSpec
-from flexattn.codegen.tile_config import padded
+from flexattn.codegen.tile_config import gathers_of, padded
 from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
 from flexattn.frontend.gradient import is_bounded, passes_gradient, score_gradient, score_slope
@@ -184,7 +184,8 @@ def _score(spec: KernelSpec, program: Program, arguments: Arguments, known: dict
     values = printer.print(roots)
     result = ", ".join(_full(_as_float(value), root, "score") for value, root in zip(values, roots))
     given = "score, scale" if spec.is_gluon else "score"
-    return _function("score_mod", f"{given}, {_INDICES}, {_captured(spec)}", [*printer.lines, f"return {result}"])
+    lines = [*_again(spec, gathers_of(program) > 0), *printer.lines, f"return {result}"]
+    return _function("score_mod", f"{given}, {_INDICES}, {_captured(spec)}", lines)
 
 
 def has_slope(spec: KernelSpec) -> bool:
@@ -211,7 +212,7 @@ def _captured(spec: KernelSpec) -> str:
 def _mask(spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]) -> str:
     printer = Printer(spec, arguments, known)
     if spec.is_gluon:
-        return _mask_by_ends(_regrouped(spec, program.body), spec, printer)
+        return _mask_by_ends(_truth_of(program.body), spec, printer)
     (value,) = printer.print([program.body])
     text = value.text if program.body.dtype == torch.bool else f"({materialise(value, 'tl.int32').text}) != 0"
     return _function("mask_mod", f"{_INDICES}, caps", [*printer.lines, f"return {text}"])
@@ -221,7 +222,7 @@ def _ends_and_rest(
     spec: KernelSpec, program: Program, arguments: Arguments, known: dict[Expr, Value]
 ) -> dict[str, str]:
     """Which keys of each query a mask keeps at most, as two ends that no key moves, and what else it asks of them, if anything."""
-    ends = _ends_of(_regrouped(spec, program.body))
+    ends = ends_of(_regrouped(spec, _truth_of(program.body)))
     printer = Printer(spec, arguments, known)
     upper, *lower = (value.text for value in printer.print([e for e in (ends.upper, ends.lower) if e is not None]))
     both = f"leaf_ops.row_end({lower[0] if lower else 0}, q_idx), leaf_ops.row_end({upper}, q_idx)"
@@ -234,26 +235,35 @@ def _ends_and_rest(
     return texts
 
 
-def _ends_of(body: Expr) -> Ends:
-    return ends_of(body if body.dtype == torch.bool else make("ne", body, 0))
+def _truth_of(body: Expr) -> Expr:
+    return body if body.dtype == torch.bool else make("ne", body, 0)
 
 
 def _mask_by_ends(body: Expr, spec: KernelSpec, printer: Printer) -> str:
-    """Of the keys before kv_len."""
-    ends = _ends_of(body)
+    """Of the keys before kv_len. A band is asked of the index that a kernel walks: the other's ends are found once a row of a tile."""
+    may_turn = spec.kernel in BY_COLUMN and spec.score is None and not any(spec.wide_numbers)
+    by_key = ends_by_key(body) if may_turn else None
+    index, ends = ("q_idx", by_key) if by_key is not None else ("kv_idx", ends_of(_regrouped(spec, body)))
     upper, *others = printer.print([e for e in (ends.upper, ends.lower, ends.rest) if e is not None])
-    text = f"kv_idx < {upper.text}"
+    text = f"{index} < {upper.text}"
     if ends.lower is not None:
         lower = others.pop(0)
         is_narrow = upper.type == lower.type == "tl.int32"
         text = (
-            f"leaf_ops.within(kv_idx, {lower.text}, {upper.text})"
+            f"leaf_ops.within({index}, {lower.text}, {upper.text})"
             if is_narrow
-            else f"({lower.text} <= kv_idx) & ({text})"
+            else f"({lower.text} <= {index}) & ({text})"
         )
     if others:
         text = f"({text}) & ({_to_truth(others[0])})"
-    return _function("mask_mod", f"{_INDICES}, kv_len, {_captured(spec)}", [*printer.lines, f"return {text}"])
+    lines = [*_again(spec, by_key is not None), *printer.lines, f"return {text}"]
+    return _function("mask_mod", f"{_INDICES}, kv_len, {_captured(spec)}", lines)
+
+
+def _again(spec: KernelSpec, is_wanted: bool) -> list[str]:
+    """Where a kernel walks queries: what a leaf makes of a key is made in each step, as a band's ends and what addresses are made of
+    would else take registers that the steps need."""
+    return ["kv_idx = leaf_ops.again(kv_idx)"] if is_wanted and spec.is_gluon and spec.kernel in BY_COLUMN else []
 
 
 def _bounds(spec: KernelSpec, name: str, ends: tuple[Expr, Expr], arguments: Arguments) -> str:

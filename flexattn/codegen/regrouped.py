@@ -8,7 +8,7 @@ factors of a score (softmax scale, numbers, log2(e)) become one, and the end of 
 from __future__ import annotations
 
 import math
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -22,21 +22,22 @@ _MOST_TERMS = 16
 
 
 # ---------------------------------------------------------------- comparisons
-def one_index_a_side(root: Expr) -> Expr:
-    """Comparisons of integer sums of indices and numbers with keys on the left and all else on the right.
+def one_index_a_side(root: Expr, index: str = "kv_idx") -> Expr:
+    """Comparisons of integer sums of indices and numbers with one index on one side and all else on the other.
 
     Args:
         root: an expression whose numbers are of the narrow class, so that no sum wraps.
+        index: the one, 'kv_idx' or 'q_idx'.
 
     Example:
         >>> from flexattn.frontend.expr import to_text
         >>> to_text(one_index_a_side(make("le", var("q_idx") - var("kv_idx"), 9)))
         'q_idx - 9 <= kv_idx'
     """
-    return fold([root], _sided)[0]
+    return fold([root], partial(_sided, var(index)))[0]
 
 
-def _sided(node: Expr, args: list[Expr]) -> Expr:
+def _sided(index: Expr, node: Expr, args: list[Expr]) -> Expr:
     node = rebuild(node, args)
     if (
         node.op not in ("lt", "le", "eq", "ne")
@@ -48,13 +49,16 @@ def _sided(node: Expr, args: list[Expr]) -> Expr:
     if left.op == "abs" and node.op in ("lt", "le") and not right.deps & _TILE:  # |x| < r: x < r and -x < r
         inner = left.args[0]
         return make(
-            "and", _separated(make(node.op, inner, right)), _separated(make(node.op, make("neg", inner), right))
+            "and",
+            _separated(index, make(node.op, inner, right)),
+            _separated(index, make(node.op, make("neg", inner), right)),
         )
-    return _separated(node)
+    return _separated(index, node)
 
 
 class Ends(NamedTuple):
-    """A mask as keys from `lower` (None: the first) to before `upper`, both by row, of which `rest` (None: all) are kept."""
+    """A mask as keys from `lower` (None: the first) to before `upper`, both by row, of which `rest` (None: all) are kept; or as
+    queries, both by key."""
 
     lower: Expr | None
     upper: Expr
@@ -70,20 +74,40 @@ def ends_of(root: Expr) -> Ends:
         >>> to_text(ends_of(make("le", var("kv_idx"), var("q_idx"))).upper)
         'min(q_idx + 1, kv_len)'
     """
-    key, upper = var("kv_idx"), var("kv_len")
+    lower, upper, rest = _bounds(root, var("kv_idx"))
+    end = var("kv_len")
+    return Ends(lower, end if upper is None else make("minimum", upper, end), rest)
+
+
+def ends_by_key(root: Expr) -> Ends | None:
+    """The mask, of keys before kv_len only, as queries of each key, where it has two ends of those: for kernels that walk queries.
+
+    Example:
+        >>> from flexattn.frontend.expr import to_text
+        >>> band = make("and", make("le", var("kv_idx"), var("q_idx")), make("le", var("q_idx") - 9, var("kv_idx")))
+        >>> [to_text(end) for end in ends_by_key(band)[:2]]
+        ['kv_idx', 'where(kv_idx < kv_len, 9 + kv_idx + 1, 0)']
+    """
+    lower, upper, rest = _bounds(one_index_a_side(root, "q_idx"), var("q_idx"))
+    if lower is None or upper is None:
+        return None
+    return Ends(lower, make("where", make("lt", var("kv_idx"), var("kv_len")), upper, 0), rest)
+
+
+def _bounds(root: Expr, index: Expr) -> tuple[Expr | None, Expr | None, Expr | None]:
+    """A mask's two ends of an index where that does not move them, and what else it asks."""
     lower: Expr | None = None
+    upper: Expr | None = None
     rest: list[Expr] = []
-    has_upper = False
     for term in _conjuncts(root):
         is_order = term.op in ("le", "lt")
-        if is_order and not has_upper and term.args[0] is key and not term.args[1].deps & DEP_KV:
-            upper = make("minimum", term.args[1] + 1 if term.op == "le" else term.args[1], upper)
-            has_upper = True
-        elif is_order and lower is None and term.args[1] is key and not term.args[0].deps & DEP_KV:
+        if is_order and upper is None and term.args[0] is index and not term.args[1].deps & index.deps:
+            upper = term.args[1] + 1 if term.op == "le" else term.args[1]
+        elif is_order and lower is None and term.args[1] is index and not term.args[0].deps & index.deps:
             lower = term.args[0] if term.op == "le" else term.args[0] + 1
         else:
             rest.append(term)
-    return Ends(lower, upper, reduce(lambda a, b: make("and", a, b), rest) if rest else None)
+    return lower, upper, reduce(lambda a, b: make("and", a, b), rest) if rest else None
 
 
 def _conjuncts(node: Expr) -> list[Expr]:
@@ -97,17 +121,18 @@ class _Term(NamedTuple):
     node: Expr
 
 
-def _separated(node: Expr) -> Expr:
+def _separated(index: Expr, node: Expr) -> Expr:
     left, right = node.args
     terms = _terms(left, 1) + _terms(right, -1)
     mixed = [t for t in terms if not _is_simple(t.node)]
-    if mixed or len(terms) > _MOST_TERMS or not any(a.deps & DEP_Q and a.deps & DEP_KV for a in (left, right)):
+    is_done = any(a is index and not b.deps & index.deps for a, b in ((left, right), (right, left)))
+    if mixed or len(terms) > _MOST_TERMS or is_done:
         return node
-    keys = [t for t in terms if t.node.deps & DEP_KV]
-    others = [t for t in terms if not t.node.deps & DEP_KV]
-    if all(t.sign < 0 for t in keys):  # others <= keys
-        return make(node.op, _sum(others, 1), _sum(keys, -1))
-    return make(node.op, _sum(keys, 1), _sum(others, -1))
+    own = [t for t in terms if t.node.deps & index.deps]
+    others = [t for t in terms if not t.node.deps & index.deps]
+    if all(t.sign < 0 for t in own):  # others <= own
+        return make(node.op, _sum(others, 1), _sum(own, -1))
+    return make(node.op, _sum(own, 1), _sum(others, -1))
 
 
 def _terms(node: Expr, sign: int) -> list[_Term]:
@@ -192,4 +217,4 @@ def _raw(node: Expr) -> Expr:
     return rebuild(node, [_raw(a) for a in node.args])
 
 
-__all__ = ["Ends", "ends_of", "in_base_2", "one_index_a_side", "slope_of"]
+__all__ = ["Ends", "ends_by_key", "ends_of", "in_base_2", "one_index_a_side", "slope_of"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn import mods
-from flexattn.codegen.regrouped import ends_of, in_base_2, one_index_a_side
+from flexattn.codegen.regrouped import ends_by_key, ends_of, in_base_2, one_index_a_side
 from flexattn.frontend import expr as ex
 from flexattn.frontend.evaluate import evaluate
 from flexattn.frontend.program import Traced
@@ -123,3 +123,33 @@ def test_the_end_of_keys_becomes_a_rows_own(name: str) -> None:
         assert torch.equal(cut, plain & (torch.arange(32) < length))
     assert ("min(" in ex.to_text(upper)) == is_bounded
     assert (lower is not None) == (name in ("window", "no end"))
+
+
+BANDS = {
+    "window": mods.sliding_window(5),
+    "both sides": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= 4,
+    "with holes": lambda b, h, q_idx, kv_idx: (
+        (q_idx >= kv_idx) & (q_idx - kv_idx < 7) & (kv_idx % 3 != 1) & (kv_idx > 1)
+    ),
+    "nothing": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx < kv_idx - 2),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_a_band_is_a_run_of_each_keys_queries(name: str) -> None:
+    traced = trace(BANDS[name], "mask")
+    found = ends_by_key(traced.program.body)
+    assert found is not None and found.lower is not None
+    assert not (found.lower.deps | found.upper.deps) & ex.DEP_Q
+    query = ex.var("q_idx")
+    body = ex.make("and", ex.make("le", found.lower, query), ex.make("lt", query, found.upper))
+    body = body if found.rest is None else ex.make("and", body, found.rest)
+    plain = _value(traced, traced.program.body, torch.zeros(16, 32))
+    for length in (1, 9, 32):
+        known = lambda node, args: ex.const(length, torch.int64) if node.attr == "kv_len" else ex.rebuild(node, args)
+        cut = _value(traced, ex.fold([body], known)[0], torch.zeros(16, 32))
+        assert torch.equal(cut, plain & (torch.arange(32) < length))
+
+
+def test_what_has_one_end_of_queries_is_no_band() -> None:
+    assert all(ends_by_key(trace(BOUNDED[n][0], "mask").program.body) is None for n in ("causal", "before", "either"))

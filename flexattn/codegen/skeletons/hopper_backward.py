@@ -39,9 +39,9 @@ from flexattn.codegen.skeletons.hopper_forward import (
     buffer_of,
     copy_in,
     further_span,
-    opaque,
     sums_of,
 )
+from flexattn.codegen.skeletons.leaf_ops import opaque
 
 _renamed = hasattr(tma, "async_store")  # since Triton 3.7
 copy_out = tma.async_store if _renamed else tma.async_copy_shared_to_global
@@ -190,6 +190,8 @@ def sloped(probs, slope, KIND: gl.constexpr, SLOPE: gl.constexpr):
         probs = probs * slope
     elif SLOPE != ONE:
         probs = gl.where(probs == 0.0, 0.0, probs * slope)
+        if KIND == PARTIAL:
+            probs = opaque(probs)
     return probs
 
 

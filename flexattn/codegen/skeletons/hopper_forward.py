@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flexattn.codegen.skeletons import softmax, tiles
+from flexattn.codegen.skeletons.leaf_ops import opaque
 
 _renamed = hasattr(tma, "async_store")  # since Triton 3.7
 copy_in = tma.async_load if _renamed else tma.async_copy_global_to_shared
@@ -121,13 +122,6 @@ def known_first(correction):
     wait long before. It keeps waits behind barriers, and a negative correction, which there is none of, would come to one."""
     text: gl.constexpr = "{ .reg .pred p; setp.lt.s32 p, $2, 0; @p bar.arrive 15, 64; mov.b32 $0, $2; mov.b32 $1, $3; }"
     return gl.inline_asm_elementwise(text, "=f,=f,r,r", [correction], dtype=gl.float32, is_pure=False, pack=2)
-
-
-@gluon.jit
-def opaque(index):
-    """The same index, of which the compiler knows nothing: otherwise it packs the comparisons of a thread into bits and takes them
-    out again, a third of a masked tile's instructions."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @builtin

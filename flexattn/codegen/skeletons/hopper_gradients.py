@@ -46,10 +46,10 @@ from flexattn.codegen.skeletons.hopper_forward import (
     copy_in,
     further_span,
     issue_scores,
-    opaque,
     queries_of,
     sums_of,
 )
+from flexattn.codegen.skeletons.leaf_ops import opaque
 
 # Named barriers, to which both warpgroups and the copying warp come. Triton itself takes one for each of the three roles and one more.
 K_FREE = gl.constexpr(6)  # + buffer

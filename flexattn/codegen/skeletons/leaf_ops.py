@@ -1,7 +1,8 @@
 """Operations that generated leaves call: each reads tensors of one type and follows torch where Triton differs.
 
 The idea: Triton's integer division truncates, its `tanh` needs a library the interpreter lacks, and a captured tensor may
-be read out of range. Everything here also runs in the interpreter, except `tanh`, the hardware instruction.
+be read out of range. Everything here also runs in the interpreter, except what is in assembly and
+`tanh`, the hardware instruction.
 """
 
 import triton
@@ -214,11 +215,26 @@ def spread(value, like):
 
 
 @triton.jit
+def opaque(values):
+    """The same values of 32 bits, of which the compiler knows nothing: otherwise it packs the comparisons of a thread into bits and
+    takes them out again, a third of a masked tile's instructions."""
+    KIND: tl.constexpr = "f" if values.dtype == tl.float32 else "r"
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", f"={KIND},{KIND}", [values], dtype=values.dtype, is_pure=True, pack=1)
+
+
+@triton.jit
+def again(index):
+    """The same index, of which nothing is known from one step of a loop to the next: what is made of it takes no registers around
+    the loop."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def within(index, lower, upper):
-    """lower <= index < upper, of an index that is not negative: one subtraction and one comparison without signs. The subtraction is
-    in assembly, as otherwise the compiler packs the comparisons of a thread into bits and takes them out again."""
+    """lower <= index < upper, of an index that is not negative: one subtraction and one comparison without signs, of which the
+    compiler knows nothing (see `opaque`)."""
     first = tl.maximum(lower, 0)
-    width = tl.where(upper > first, upper - first, 0)
+    width = opaque(tl.where(upper > first, upper - first, 0))
     apart = tl.inline_asm_elementwise("sub.s32 $0, $1, $2;", "=r,r,r", [index, first], dtype=tl.uint32, is_pure=True, pack=1)
     return apart < width.to(tl.uint32, bitcast=True)
 
