@@ -7,8 +7,11 @@ would leave processors idle. Nothing here looks at the device's data.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from flexattn.codegen.shared_memory import TileConfig, is_legal
 from flexattn.codegen.spec import SMALL_INDEX
@@ -16,17 +19,17 @@ from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import check_option, tile_problem
 from flexattn.codegen.tile_preferences import DECODE, DECODE_SINGLE
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.expr import DEP_H
+from flexattn.frontend.expr import DEP_H, Expr, make
+from flexattn.frontend.program import Program
 from flexattn.frontend.zones import Zones, hold_for, zones
-
-if TYPE_CHECKING:
-    from flexattn.frontend.program import Program
 
 MOST_QUERIES = 64  # beyond, products bound a call, and the forward kernels are made for those
 FEWEST_KEYS = 256  # below, one program reads them as fast as several
 MOST_SPLITS = 256
 WIDEST = 512  # head dimension, of query or value: wider tiles do not fit beside those on their way
 PROGRAMS_EACH = 1  # of a processor: its stages keep enough on its way; twice as many were 2 to 4 % slower on an H200
+MERGED_ALONE = 1 << 17  # bytes of parts that one program adds up in the time of another launch
+CHAINED = 1 << 26  # bytes of keys and values up to which a call starts before the kernel in front of it has ended
 SPLIT_COST = 2  # tiles that a program could read while it starts and ends
 _ROWS = (16, 32, 64)  # of a tile: what a matrix instruction takes at least, and what registers hold at most
 _ASKED = 4096  # pairs of a mask looked at together: 32 a thread
@@ -154,6 +157,29 @@ def formula_of(mask: Program | None, wide_numbers: tuple[bool, ...]) -> Zones | 
     return zones(mask) if hold_for(mask, (SMALL_INDEX,) * len(mask.numbers)) else None
 
 
+def hull_of(mask: Program | None, wide_numbers: tuple[bool, ...]) -> Zones | None:
+    """Zones outside of which a mask keeps nothing: its own, or else those of the conditions that it joins by `&`, where some have
+    a formula. A mask that is asked is asked there alone: not behind a length."""
+    if mask is None:
+        return None
+    found = formula_of(mask, wide_numbers)
+    if found is None:
+        known = [e for e in _conditions(mask.body) if formula_of(_with_body(mask, e), wide_numbers) is not None]
+        body = functools.reduce(lambda a, b: make("and", a, b), known) if known else mask.body
+        joined = formula_of(_with_body(mask, body), wide_numbers)
+        found = None if joined is None else Zones(joined.kept, ())
+    return found
+
+
+def _with_body(mask: Program, body: Expr) -> Program:
+    return Program(mask.kind, body, mask.captures, mask.numbers)
+
+
+def _conditions(body: Expr) -> list[Expr]:
+    is_joined = body.op == "and" and body.dtype == torch.bool
+    return [e for part in body.args for e in _conditions(part)] if is_joined else [body]
+
+
 def is_by_head(found: Zones) -> bool:
     """Whether zones differ by head."""
     return any(e.deps & DEP_H for zone in (*found.kept, *found.dropped) for e in zone)
@@ -165,6 +191,7 @@ __all__ = [
     "asked_together",
     "decode_tiles",
     "formula_of",
+    "hull_of",
     "is_by_head",
     "pays",
     "split_count",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexattn.codegen.decode_tiles import asked_together, formula_of, is_by_head
+from flexattn.codegen.decode_tiles import asked_together, formula_of, hull_of, is_by_head
 from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, query_buffers, role_rows
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
@@ -277,7 +277,10 @@ def _decode_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int 
     arguments = _Arguments(spec)
     _inputs(arguments)
     arguments.result("OUT", spec.v_dim, "out_strides")
-    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", scale="fp32", **_SPLIT, kv_len="i32")
+    arguments.plain(
+        LSE="*fp32", MAX="*fp32", PARTS="*fp32", COUNTS="*i32", scale="fp32", **_SPLIT, kv_len="i32", is_counted="i32"
+    )
+    arguments.aligned.append(("PARTS", None, 16))
     if spec.page_size:
         arguments.plain(PAGES="*i32", PAGE_STARTS="*i32")
     arguments.captures()
@@ -377,7 +380,7 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
                 "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     if spec.kernel == "merge":
-        return {"V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "SPLITS_AT_ONCE": max(4, 4096 // v_pad),
+        return {"V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M,
                 "WANT_MAX": spec.want_max, "IS_CHAINED": spec.is_chained}  # fmt: skip
     if spec.kernel == "hopper_dq":
         return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
@@ -420,14 +423,15 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
 
 
 def _decode_constexprs(spec: KernelSpec) -> dict[str, Any]:
-    found = formula_of(spec.mask, spec.wide_numbers)
+    found = hull_of(spec.mask, spec.wide_numbers)
     kept, dropped = (0, 0) if found is None else (len(found.kept), len(found.dropped))
     by_head = found is not None and is_by_head(found)
     asked, alone = asked_together(spec.config)
     of_heads = spec.mask is not None and bool(spec.mask.body.deps & DEP_H)
+    by_formula = formula_of(spec.mask, spec.wide_numbers) is not None
     return {
-        "ZONES": None, "KEPT": kept, "DROPPED": dropped, "BY_HEAD": by_head, "ASKED": asked, "ASKED_ALONE": alone,
-        "OF_HEADS": of_heads, "IS_CHAINED": spec.is_chained, "PAGE_SIZE": spec.page_size,
+        "ZONES": None, "BY_FORMULA": by_formula, "KEPT": kept, "DROPPED": dropped, "BY_HEAD": by_head, "ASKED": asked,
+        "ASKED_ALONE": alone, "OF_HEADS": of_heads, "IS_CHAINED": spec.is_chained, "PAGE_SIZE": spec.page_size,
         **({} if spec.page_size else {"PAGES": None, "PAGE_STARTS": None}),
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flexattn.codegen.decode_tiles import formula_of
+from flexattn.codegen.decode_tiles import hull_of
 from flexattn.codegen.printer import Arguments, CaptureSlots, Printer, Value, materialise
 from flexattn.codegen.regrouped import ends_by_key, ends_of, in_base_2, one_index_a_side, slope_of
 from flexattn.codegen.spec import BY_COLUMN, HOPPER_GRADIENTS, KernelSpec
@@ -19,7 +19,7 @@ from flexattn.frontend.box_bounds import box_bounds
 from flexattn.frontend.expr import DEP_KV, DEP_Q, DEP_SCORE, Expr, make, topological
 from flexattn.frontend.gradient import is_bounded, passes_gradient, score_gradient, score_slope
 from flexattn.frontend.program import Program
-from flexattn.frontend.zones import FAR, zones
+from flexattn.frontend.zones import FAR, Zones, zones
 
 HEADER = """import triton
 import triton.language as tl
@@ -62,7 +62,9 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
     score_arguments, mask_arguments = arguments_of(spec)
     texts: dict[str, str] = {}
     if spec.mask is not None and spec.kernel == "fill":
-        return {"ZONES": _zones(spec, spec.mask, mask_arguments)}
+        found_zones = zones(spec.mask)
+        assert found_zones is not None
+        return {"ZONES": _zones(spec, found_zones, mask_arguments)}
     of_score, of_mask = dict[Expr, Value](), dict[Expr, Value]()  # what is read beforehand
     if spec.is_gluon:
         of_score, of_mask = _read_before(spec, (score_arguments, mask_arguments), texts)
@@ -74,8 +76,8 @@ def _functions(spec: KernelSpec) -> dict[str, str]:
         texts |= _ends_and_rest(spec, spec.mask, mask_arguments, of_mask)
     elif spec.mask is not None:
         texts["MASK_MOD"] = _mask(spec, spec.mask, mask_arguments, of_mask)
-    if spec.mask is not None and spec.kernel == "decode" and formula_of(spec.mask, spec.wide_numbers) is not None:
-        texts["ZONES"] = _zones(spec, spec.mask, mask_arguments)
+    if spec.kernel == "decode" and (hull := hull_of(spec.mask, spec.wide_numbers)) is not None:
+        texts["ZONES"] = _zones(spec, hull, mask_arguments)
     if spec.mask is not None and spec.kernel == "block_map":
         found = box_bounds(spec.mask)
         texts["MASK_BOUNDS"] = _bounds(spec, "mask_bounds", (found.must, found.may), mask_arguments)
@@ -273,9 +275,7 @@ def _bounds(spec: KernelSpec, name: str, ends: tuple[Expr, Expr], arguments: Arg
     return _function(name, parameters, [*printer.lines, f"return {must}, {may}"])
 
 
-def _zones(spec: KernelSpec, program: Program, arguments: Arguments) -> str:
-    found = zones(program)
-    assert found is not None
+def _zones(spec: KernelSpec, found: Zones, arguments: Arguments) -> str:
     printer = Printer(spec, arguments)
     ends = [e for zone in (*found.kept, *found.dropped) for e in zone]
     values = [materialise(value, "tl.int64").text for value in printer.print(ends)]

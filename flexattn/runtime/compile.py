@@ -6,6 +6,7 @@ so nothing about the values of the arguments can trigger another build. What wil
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -48,21 +49,28 @@ class Kernel:
         names = jit_function(source).arg_names
         self.kinds = tuple((at, n, source.signature[n]) for at, n in enumerate(names) if n in source.signature)
         self.blank = [None] * len(names)  # an argument for each parameter: what was compiled in is not looked at
-        self._any = Launch(self, 0, self.blank, [(at, n, _marshal(kind)) for at, n, kind in self.kinds])
+        self._any = Launch(self, 0, self.blank, [(at, n, _marshal(kind)) for at, n, kind in self.kinds], self.run)
 
     def __call__(self, programs: int, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches `programs` programs on the current stream; the caller has made `device` current."""
         self._any._replace(programs=programs)(arguments, device=device)
 
-    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Starts:
-        """A launch that keeps the grid and every argument but tensors and those named in `changing`."""
+    def fix(
+        self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = (), chained: bool = True
+    ) -> Starts:
+        """A launch that keeps the grid and every argument but tensors and those named in `changing`. With `chained`, a kernel that
+        can be is started before the one in front of it has ended."""
         values, open_ones = self.blank.copy(), []
         for at, name, kind in self.kinds:
             if name in changing or _holds_tensor(kind):
                 open_ones.append((at, name, _marshal(kind, arguments.get(name))))
             else:
                 values[at] = arguments[name]
-        return Launch(self, programs, values, open_ones)
+        run = self.run
+        if not chained:
+            run = copy.copy(run)
+            run.launch_pdl = False
+        return Launch(self, programs, values, open_ones, run)
 
 
 class Launch(NamedTuple):
@@ -72,10 +80,11 @@ class Launch(NamedTuple):
     programs: int
     values: list[Any]
     changing: list[tuple[int, str, Callable[[Any], Any]]]  # position, name, what makes the launcher's argument of it
+    run: Callable[..., None]  # Triton's launcher
 
     def __call__(self, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches on the current stream; the caller has made `device` current."""
-        kernel, programs, values, changing = self
+        kernel, programs, values, changing, run = self
         if programs <= 0:
             return
         values = values.copy()
@@ -84,7 +93,7 @@ class Launch(NamedTuple):
         stream = stream_of(device)
         compiled, (enter, leave) = kernel.compiled, _hooks()
         metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if enter or leave else None
-        kernel.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values)
+        run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values)
         stats.record_launch(kernel.name)
 
 
@@ -104,7 +113,9 @@ class InterpretedKernel:
         self.function[(programs,)](**typed, **self.constants)
         stats.record_launch(self.name)
 
-    def fix(self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = ()) -> Starts:
+    def fix(
+        self, programs: int, arguments: dict[str, Any], *, changing: Collection[str] = (), chained: bool = True
+    ) -> Starts:
         """As of `Kernel.fix`."""
         kinds = self.source.signature
         fixed = {n: x for n, x in arguments.items() if n in kinds and n not in changing and not _holds_tensor(kinds[n])}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.decode_tiles import FEWEST_KEYS, MOST_QUERIES, WIDEST, pays, split_count
+from flexattn.codegen.decode_tiles import CHAINED, FEWEST_KEYS, MERGED_ALONE, MOST_QUERIES, WIDEST, pays, split_count
 from flexattn.codegen.shared_memory import tile_dims
 from flexattn.codegen.spec import KernelSpec, any_wide, capture_layout, fresh_layout, wide_number
 from flexattn.codegen.target import Target
@@ -70,19 +70,43 @@ def _lines(problem: Problem, config: TileConfig) -> int:
     return -(-problem.q.shape[2] * (problem.q.shape[1] // problem.k.shape[1]) // config.BLOCK_M)
 
 
+class Form(NamedTuple):
+    """How a call is launched, as far as it follows from the number of keys.
+
+    Attributes:
+        splits: into how many parts keys are split.
+        is_counted: the last program of a tile of rows merges its parts; else another launch does.
+        is_chained: the call starts before the kernel in front of it has ended. Not where programs run for long: those of two calls then
+            share processors while others are idle.
+    """
+
+    splits: int
+    is_counted: bool
+    is_chained: bool
+
+
+def _form(problem: Problem, config: TileConfig, target: Target) -> Form:
+    splits, k, v = splits_of(problem, config, target), problem.k, problem.v
+    row_bytes = 4 * tile_dims(k.shape[3], v.shape[3], target)[1]
+    rows = min(problem.q.shape[2] * (problem.q.shape[1] // k.shape[1]), config.BLOCK_M)
+    read = problem.kv_batch * k.shape[1] * problem.kv_len * (k.shape[3] + v.shape[3]) * k.element_size()
+    return Form(splits, splits > 1 and splits * rows * row_bytes <= MERGED_ALONE, read <= CHAINED)
+
+
 class Ready(NamedTuple):
-    """The launches for calls of certain sizes but for the number of keys, and float32 numbers that go from the one to the other."""
+    """The launches for calls of certain sizes but for the number of keys."""
 
     decode: Starts
-    merge: Starts | None  # of keys that are split
-    between: int
+    merge: Starts | None
+    between: int  # float32 numbers of all parts
+    counts: int  # of parts that are there, 0 where nobody counts
 
 
 def forward(
     problem: Problem, plan: Plan, order: tuple[int, ...], inputs: Callable[[], dict[str, Any]],
     sizes: Callable[[], dict[str, Any]],
 ) -> Results:  # fmt: skip
-    """Runs the decode kernel, and where keys are split the one that merges the parts.
+    """Runs the decode kernel, and the one that merges the parts of split keys where those are more than one program can add up in time.
 
     Args:
         problem, plan: one call; last strides are 1.
@@ -100,7 +124,7 @@ def forward(
     known: dict[Any, Any] = plan.memo.setdefault("ready to decode", {})
     key = (order, *_key(problem))
     config, target = known.get(key), devices.target_for(q.device)
-    ready = None if config is None else known.get((key, splits_of(problem, config, target)))
+    ready = None if config is None else known.get((key, _form(problem, config, target)))
     if ready is not None:
         return _start(problem, ready, order, inputs())
     fixed, given = sizes(), inputs()
@@ -110,12 +134,12 @@ def forward(
     ready = make(chosen)
     if not devices.is_capturing(q.device):  # a call then times nothing, a later one may
         keep_ready(known, key, chosen.config)
-        keep_ready(known, (key, splits_of(problem, chosen.config, target)), ready)
+        keep_ready(known, (key, _form(problem, chosen.config, target)), ready)
     return _start(problem, ready, order, given)
 
 
 def _key(problem: Problem) -> tuple[Any, ...]:
-    """What launches rest on that are ready, but for the number of splits."""
+    """What launches rest on that are ready, but for their form."""
     q, k, v = problem.q, problem.k, problem.v
     captures, numbers = bound(problem)
     length = problem.kv_len if problem.options.autotune else any_wide((problem.kv_len,))
@@ -133,15 +157,18 @@ def _out_strides(problem: Problem, order: tuple[int, ...]) -> tuple[int, ...]:
 
 def _ready(problem: Problem, plan: Plan, chosen: Chosen, arguments: dict[str, Any]) -> Ready:
     q, spec = problem.q, chosen.spec
-    lines, splits = _lines(problem, spec.config), splits_of(problem, spec.config, spec.target)
-    programs = q.shape[0] * problem.k.shape[1] * lines * splits
-    arguments = {**arguments, "lines": lines, "splits": splits}
-    decode = chosen.kernel.fix(programs, arguments, changing=_EACH_CALL)
-    if splits == 1:
-        return Ready(decode, None, 0)
-    merge = _merge_kernel(plan, spec, problem).fix(q.shape[0] * q.shape[1] * q.shape[2], arguments)
+    lines, form = _lines(problem, spec.config), _form(problem, spec.config, spec.target)
+    tiles = q.shape[0] * problem.k.shape[1] * lines
+    arguments = {**arguments, "lines": lines, "splits": form.splits, "is_counted": int(form.is_counted)}
+    decode = chosen.kernel.fix(tiles * form.splits, arguments, changing=_EACH_CALL, chained=form.is_chained)
+    if form.splits == 1:
+        return Ready(decode, None, 0, 0)
     v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
-    return Ready(decode, merge, programs * spec.config.BLOCK_M * (v_pad + 2))
+    between = tiles * form.splits * spec.config.BLOCK_M * (v_pad + 2)
+    if form.is_counted:
+        return Ready(decode, None, between, tiles)
+    merge = _merge_kernel(plan, spec, problem).fix(q.shape[0] * q.shape[1] * q.shape[2], arguments)
+    return Ready(decode, merge, between, 0)
 
 
 def _start(problem: Problem, ready: Ready, order: tuple[int, ...], inputs: dict[str, Any]) -> Results:
@@ -149,8 +176,9 @@ def _start(problem: Problem, ready: Ready, order: tuple[int, ...], inputs: dict[
     out = torch.empty_permuted((*q.shape[:3], problem.v.shape[3]), order, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=single, device=q.device)
     peaks = torch.empty_like(lse) if problem.want_max else None
-    parts = lse if ready.merge is None else torch.empty(ready.between, dtype=single, device=q.device)
-    results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks, "PARTS": parts}
+    parts = torch.empty(ready.between, dtype=single, device=q.device) if ready.between else lse
+    counts = devices.counters_of(q.device, ready.counts) if ready.counts else lse
+    results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks, "PARTS": parts, "COUNTS": counts}
     ready.decode({**inputs, **results, "kv_len": problem.kv_len}, device=q.device)
     if ready.merge is not None:
         ready.merge(results, device=q.device)
@@ -171,7 +199,7 @@ def merge_spec(spec: KernelSpec, dtype: torch.dtype) -> KernelSpec:
     """Of the kernel that merges the parts that a decode kernel makes."""
     return replace(
         spec, kernel="merge", config=TileConfig(spec.config.BLOCK_M, 16, 4, 1), layouts=(fresh_layout(dtype, spec.v_dim),) * 4,
-        score=None, mask=None, captures=(), wide_numbers=(), fold_scale=True, precision="ieee", wide_lengths=False,
+        score=None, mask=None, captures=(), wide_numbers=(), fold_scale=True, precision="ieee", wide_lengths=False, page_size=0,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexattn import codegen
-from flexattn.codegen.decode_tiles import MOST_QUERIES, formula_of
+from flexattn.codegen.decode_tiles import MOST_QUERIES, formula_of, hull_of
 from flexattn.codegen.emit import KernelSource, emit
 from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, role_rows
 from flexattn.codegen.spec import KernelSpec
@@ -217,8 +217,15 @@ def _split(problem: Problem, spec: KernelSpec) -> Iterator[str]:
     splits, tile = splits_of(problem, spec.config, spec.target), spec.config.BLOCK_N
     yield f"  keys in {splits} parts, each every {splits}-th of the tiles of {tile} that the mask may keep"
     if spec.mask is not None:
-        is_formula = formula_of(spec.mask, spec.wide_numbers) is not None
-        yield "  those by formula" if is_formula else "  those by asking the mask for every pair, before they are read"
+        if formula_of(spec.mask, spec.wide_numbers) is not None:
+            yield "  those by formula"
+        else:
+            where = (
+                ""
+                if hull_of(spec.mask, spec.wide_numbers) is None
+                else " in a range that some of its conditions give by formula"
+            )
+            yield f"  those by asking the mask for every pair{where}, before they are read"
 
 
 def _forward_source(problem: Problem, plan: Plan, decode: bool) -> tuple[KernelSource, str, str]:

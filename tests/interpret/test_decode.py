@@ -16,6 +16,7 @@ import flexattn
 from flexattn import AuxRequest, create_block_mask, explain, flex_attention
 from flexattn.frontend.expr import DEP_B, DEP_H
 from flexattn.frontend.trace import trace
+from flexattn.runtime.device import counters_of
 from flexattn.runtime.reference import oracle
 from tests.frontend.mask_fuzz import Sizes, predicate
 from tests.frontend.test_mask_fuzz import budget
@@ -40,6 +41,8 @@ MASKS: dict[str, Any] = {
     "lengths": lambda b, h, i, j: j < LENGTHS[b],
     "window per head": lambda b, h, i, j: j >= 100 - 16 * h,
     "remainder": lambda b, h, i, j: (i + j + h) % 3 != 1,
+    "remainder in a length": lambda b, h, i, j: ((i + j) % 3 != 1) & (j < LENGTHS[b]),
+    "remainder behind a head's start": lambda b, h, i, j: ((i + j) % 3 != 1) & (j >= 100 - 16 * h),
     "empty rows": lambda b, h, i, j: i - 2 >= j,
     "nothing": lambda b, h, i, j: i > j + 1000,
     "wide number": lambda b, h, i, j: i - j > -WIDE,
@@ -74,7 +77,6 @@ def decode(
     )  # fmt: skip
     launched = flexattn.stats().launches - before
     assert set(launched) <= {"decode", "merge"} and launched["decode"] == 1
-    assert splits is None or launched["merge"] == (splits > 1)
     return out, aux
 
 
@@ -210,6 +212,23 @@ def test_splits_cost_no_accuracy() -> None:
     error = lambda splits: (decode(qkv, None, None, splits)[0].double() - right).abs().mean().item()
     whole = error(1)
     assert all(error(splits) <= 1.05 * whole for splits in (2, 5, 13))
+
+
+@pytest.mark.parametrize("bytes_alone", [0, 1 << 30])
+def test_parts_are_merged_by_the_last_program_or_by_another_launch(
+    bytes_alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexattn.runtime.decode.MERGED_ALONE", bytes_alone)
+    flexattn.reset_stats()
+    for q_len, group, splits in (
+        (1, 1, 2),
+        (3, 3, 7),
+        (9, 3, 40),
+        (5, 7, 5),
+    ):
+        check(inputs(q_len, group, 190, (16, 70)), MASKS["causal, last rows"], None, splits)
+    assert ("merge" in flexattn.stats().launches) == (bytes_alone == 0)
+    assert not counters_of(CPU, 64).any(), "the last program leaves zeros for the next call"
 
 
 def test_strides_of_every_kind() -> None:

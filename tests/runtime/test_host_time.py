@@ -176,5 +176,5 @@ def test_hooks_that_somebody_added_are_called() -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiling, "_knobs", lambda: SimpleNamespace(runtime=hooks))
-        compiling.Launch(kernel, 1, [], [])({}, device=CPU)  # type: ignore[arg-type]
+        compiling.Launch(kernel, 1, [], [], kernel.run)({}, device=CPU)  # type: ignore[arg-type]
     assert calls == [("facts", hooks.launch_enter_hook, hooks.launch_exit_hook)]

@@ -3,8 +3,9 @@
 The idea: all query heads that share a key head lie in one tile of rows, so that K and V are read once, and the keys are split over
 programs. A program takes every `splits`-th of the tiles that the mask may keep: wherever kept keys lie, all programs get as many.
 Which of its tiles are kept and which are partial it finds by itself, 64 at a time as the bits of two integers: by formula where the
-mask is a union of zones (frontend/zones.py), else by asking the mask, in both cases before K and V are read. So nothing is built for
-a mask, and nothing again for another length. `merge_splits` adds the sums of all splits.
+mask is a union of zones (frontend/zones.py), else by asking the mask, within such zones as its conditions have; in both cases before K
+and V are read. So nothing is built for a mask, and nothing again for another length. The last program to end adds the sums of all
+splits, or `merge_splits` does.
 """
 
 import triton
@@ -14,6 +15,8 @@ from flexattn.codegen.skeletons import leaf_ops, softmax, tiles
 
 STRIP = tl.constexpr(64)  # tiles decided at once: the bits of an integer
 ZONE_ENDS = tl.constexpr(6)  # numbers of a zone
+MERGED_ROWS = tl.constexpr(4)  # rows that the last program merges together
+MERGED_AT_ONCE = tl.constexpr(8192)  # numbers of parts on their way to a program that merges
 
 
 # ---------------------------------------------------------------- bits
@@ -180,18 +183,70 @@ def _quotient(acc, total, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_strides, out_strides, caps, scale,
-                     q_heads, group, q_len, kv_len, lines, splits, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-                     READS: tl.constexpr, ZONES: tl.constexpr, KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr,
-                     QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr,
-                     OF_HEADS: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr,
-                     PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, rows, q_heads, group, q_len, V_DIM: tl.constexpr,
+           WANT_MAX: tl.constexpr, IS_EXACT: tl.constexpr):
+    """Results of rows `row` [R] of a key head, those before `rows`, from their sums acc [R, V_PAD]."""
+    dims = tl.arange(0, acc.shape[1])[None, :]
+    real = tl.minimum(row, rows - 1)
+    head, q_idx = kv_head * group + real % group, real // group
+    inside = (row < rows)[:, None]
+    if V_DIM < acc.shape[1]:
+        inside = inside & (dims < V_DIM)
+    start = OUT + batch.to(tl.int64) * out_strides[0]
+    pointers = start + (head.to(tl.int64) * out_strides[1] + q_idx.to(tl.int64) * out_strides[2])[:, None] + dims
+    tl.store(pointers, _quotient(acc, total[:, None], IS_EXACT).to(OUT.dtype.element_ty), mask=inside)
+    spot = (batch * q_heads + head).to(tl.int64) * q_len + q_idx
+    tl.store(LSE + spot, softmax.row_lse(peak, total, IS_EXACT), mask=row < rows)
+    if WANT_MAX:
+        tl.store(MAX + spot, softmax.natural_peak(peak, IS_EXACT), mask=row < rows)
+
+
+@triton.jit
+def _merge(OUT, LSE, MAX, PARTS, out_strides, batch, kv_head, tile, row, rows, q_heads, group, q_len, splits, V_DIM: tl.constexpr,
+           V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, WANT_MAX: tl.constexpr):
+    """Results of some rows `row` [R] of a key head, all of one tile, from the tile's sums over all splits."""
+    ROWS: tl.constexpr = row.shape[0]
+    AT_ONCE: tl.constexpr = min(max(MERGED_AT_ONCE // (ROWS * V_PAD), 1), 32)
+    IS_EXACT: tl.constexpr = OUT.dtype.element_ty == tl.float32
+    UNIT: tl.constexpr = softmax.LOG2E if IS_EXACT else 1.0
+    dims = tl.arange(0, V_PAD)[None, None, :]
+    lane = tl.arange(0, AT_ONCE)[:, None]
+    spot = (row % BLOCK_M)[None, :]
+    first = PARTS + tile.to(tl.int64) * splits * (BLOCK_M * (V_PAD + 2))
+    acc = tl.zeros([ROWS, V_PAD], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    for start in range(0, splits, AT_ONCE):
+        inside = (start + lane < splits) & (row < rows)[None, :]
+        part = first + (start + lane) * (BLOCK_M * (V_PAD + 2))  # [splits, 1]
+        peaks = tl.load(part + (BLOCK_M * V_PAD + spot), mask=inside, other=float("-inf"))  # [splits, R]
+        totals = tl.load(part + (BLOCK_M * (V_PAD + 1) + spot), mask=inside, other=0.0)
+        sums = tl.load(part[:, :, None] + (spot[:, :, None] * V_PAD + dims), mask=inside[:, :, None], other=0.0)  # [splits, R, V]
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = softmax.power_of_two((peaks - safe[None, :]) * UNIT, IS_EXACT)  # 0 of a split without a key
+        correction = softmax.power_of_two((peak - safe) * UNIT, IS_EXACT)
+        acc = acc * correction[:, None] + tl.sum(sums * weights[:, :, None], 0)
+        total = total * correction + tl.sum(weights * totals, 0)
+        peak = new_peak
+    _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, rows, q_heads, group, q_len, V_DIM, WANT_MAX, IS_EXACT)
+
+
+@triton.jit
+def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, q_strides, k_strides, v_strides, out_strides,
+                     caps, scale, q_heads, group, q_len, kv_len, lines, splits, is_counted, SCORE_MOD: tl.constexpr,
+                     MASK_MOD: tl.constexpr, READS: tl.constexpr, ZONES: tl.constexpr, BY_FORMULA: tl.constexpr,
+                     KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
+                     QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                     PAGE_SIZE: tl.constexpr, ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr, OF_HEADS: tl.constexpr,
+                     FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr, PRECISION: tl.constexpr,
+                     UPCAST: tl.constexpr):
     """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
     `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
 
-    Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals, for `merge_splits`; a single one
-    writes results."""
+    Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals; a single one writes results. Where
+    `is_counted`, the last program of a tile of rows, as COUNTS says, adds its parts up: 0 before and after. Else `merge_splits` does,
+    for which all processors work where there is much to add up."""
     line = tl.program_id(0) % lines
     split = tl.program_id(0) // lines % splits
     pair = tl.program_id(0) // (lines * splits)
@@ -209,8 +264,6 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_stride
     total = tl.zeros([BLOCK_M], tl.float32)
     q_lo = line * BLOCK_M // group
     q_hi = (tl.minimum(line * BLOCK_M + BLOCK_M, rows) - 1) // group
-    if BY_HEAD:
-        q_lo = q_lo + real * 0
     first = split
     stop = (kv_len - 1) // BLOCK_N + 1
     if ZONES is None:
@@ -219,7 +272,8 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_stride
     else:
         _begin(pair, IS_CHAINED)
         ends = ZONES(batch, kv_head * group + real % group if BY_HEAD else kv_head, caps)
-        begin, stop = _hull(ends, q_lo, q_hi, kv_len, BLOCK_N, KEPT, BY_HEAD)
+        q_least = q_lo + real * 0 if BY_HEAD else q_lo
+        begin, stop = _hull(ends, q_least, q_hi, kv_len, BLOCK_N, KEPT, BY_HEAD)
         first = begin + split
         own = _place_of(stop, first, splits)
     if PAGE_SIZE > 0:
@@ -227,8 +281,8 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_stride
     q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
     is_alone = (q_lo == q_hi) & (1 - OF_HEADS > 0)  # one query is asked for in place of all rows
     for at in range(0, own, STRIP):
-        if ZONES is not None:
-            kept, partial = _by_formula(ends, at, own, first, splits, q_lo, q_hi, kv_len, BLOCK_N, KEPT, DROPPED, BY_HEAD)
+        if BY_FORMULA:
+            kept, partial = _by_formula(ends, at, own, first, splits, q_least, q_hi, kv_len, BLOCK_N, KEPT, DROPPED, BY_HEAD)
         elif MASK_MOD is not None:
             if is_alone:
                 kept, partial = _by_asking(at, own, first, splits, batch, kv_head * group, tl.full([1, 1], 0, tl.int32) + q_lo,
@@ -246,65 +300,33 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_stride
         acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, K, V, PAGES, first + at * splits, splits, k_strides,
                                   v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD,
                                   MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, PAGE_SIZE, FOLD_SCALE, PRECISION, UPCAST)
-    IS_EXACT: tl.constexpr = q.dtype == tl.float32
-    dims = tl.arange(0, V_PAD)
     if splits > 1:
-        PART = PARTS + ((pair * lines + line).to(tl.int64) * splits + split) * (BLOCK_M * (V_PAD + 2))
+        tile = pair * lines + line
+        PART = PARTS + (tile.to(tl.int64) * splits + split) * (BLOCK_M * (V_PAD + 2))
         spots = tl.arange(0, BLOCK_M)
-        tl.store(PART + (spots[:, None] * V_PAD + dims[None, :]), acc, mask=(row < rows)[:, None])
+        tl.store(PART + (spots[:, None] * V_PAD + tl.arange(0, V_PAD)[None, :]), acc, mask=(row < rows)[:, None])
         tl.store(PART + BLOCK_M * V_PAD + spots, peak, mask=row < rows)
         tl.store(PART + BLOCK_M * (V_PAD + 1) + spots, total, mask=row < rows)
+        if is_counted:
+            tl.debug_barrier()  # all threads have written before one of them says so
+            if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") == splits - 1:
+                tl.store(COUNTS + tile, 0)  # for the next call
+                for start in range(line * BLOCK_M, tl.minimum(line * BLOCK_M + BLOCK_M, rows), MERGED_ROWS):
+                    _merge(OUT, LSE, MAX, PARTS, out_strides, batch, kv_head, tile, start + tl.arange(0, MERGED_ROWS), rows, q_heads,
+                           group, q_len, splits, V_DIM, V_PAD, BLOCK_M, WANT_MAX)
     else:
-        inside = (row < rows)[:, None]
-        if V_DIM < V_PAD:
-            inside = inside & (dims[None, :] < V_DIM)
-        start = OUT + batch.to(tl.int64) * out_strides[0]
-        pointers = start + (head.to(tl.int64) * out_strides[1] + q_idx.to(tl.int64) * out_strides[2]) + dims[None, :]
-        tl.store(pointers, _quotient(acc, total[:, None], IS_EXACT).to(OUT.dtype.element_ty), mask=inside)
-        spot = (batch * q_heads + kv_head * group + real % group).to(tl.int64) * q_len + real // group
-        tl.store(LSE + spot, softmax.row_lse(peak, total, IS_EXACT), mask=row < rows)
-        if WANT_MAX:
-            tl.store(MAX + spot, softmax.natural_peak(peak, IS_EXACT), mask=row < rows)
+        _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, rows, q_heads, group, q_len, V_DIM, WANT_MAX,
+               q.dtype == tl.float32)
 
 
 @triton.jit
 def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines, splits, V_DIM: tl.constexpr,
-                 V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, WANT_MAX: tl.constexpr,
-                 IS_CHAINED: tl.constexpr):
+                 V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One row of the results from its sums over all splits; grid: (batch, key head) pairs * rows."""
     rows = q_len * group
     pair = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
     kv_heads = q_heads // group
-    batch = pair // kv_heads
-    head = pair % kv_heads * group + row % group
-    IS_EXACT: tl.constexpr = OUT.dtype.element_ty == tl.float32
-    UNIT: tl.constexpr = softmax.LOG2E if IS_EXACT else 1.0
-    dims = tl.arange(0, V_PAD)
-    lane = tl.arange(0, SPLITS_AT_ONCE)
-    spot = row % BLOCK_M
-    first = (pair * lines + row // BLOCK_M).to(tl.int64) * splits
-    acc = tl.zeros([V_PAD], tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    peak = tl.full([], float("-inf"), tl.float32)
     _begin(row, IS_CHAINED)
-    for start in range(0, splits, SPLITS_AT_ONCE):
-        inside = start + lane < splits
-        part = PARTS + (first + start + lane) * (BLOCK_M * (V_PAD + 2))
-        peaks = tl.load(part + BLOCK_M * V_PAD + spot, mask=inside, other=float("-inf"))
-        totals = tl.load(part + BLOCK_M * (V_PAD + 1) + spot, mask=inside, other=0.0)
-        sums = tl.load(part[:, None] + (spot * V_PAD + dims)[None, :], mask=inside[:, None], other=0.0)  # [splits, V]
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = softmax.power_of_two((peaks - safe) * UNIT, IS_EXACT)  # 0 of a split without a key
-        correction = softmax.power_of_two((peak - safe) * UNIT, IS_EXACT)
-        acc = acc * correction + tl.sum(sums * weights[:, None], 0)
-        total = total * correction + tl.sum(weights * totals, 0)
-        peak = new_peak
-    pointers = OUT + batch.to(tl.int64) * out_strides[0] + head.to(tl.int64) * out_strides[1]
-    pointers += (row // group).to(tl.int64) * out_strides[2]
-    tl.store(pointers + dims, _quotient(acc, total, IS_EXACT).to(OUT.dtype.element_ty), mask=dims < V_DIM)
-    at = (batch * q_heads + head).to(tl.int64) * q_len + row // group
-    tl.store(LSE + at, softmax.row_lse(peak, total, IS_EXACT))
-    if WANT_MAX:
-        tl.store(MAX + at, softmax.natural_peak(peak, IS_EXACT))
+    _merge(OUT, LSE, MAX, PARTS, out_strides, pair // kv_heads, pair % kv_heads, pair * lines + row // BLOCK_M, row + tl.arange(0, 1),
+           rows, q_heads, group, q_len, splits, V_DIM, V_PAD, BLOCK_M, WANT_MAX)
