@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flexattn.runtime.merge import merge_states
     from flexattn.runtime.options import FlexKernelOptions
     from flexattn.runtime.paged_attention import paged_attention
+    from flexattn.runtime.paged_cache import PagedKVCache
     from flexattn.runtime.pages import PagedKV
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "FlexPerformanceWarning",
     "MaskCheck",
     "PagedKV",
+    "PagedKVCache",
     "__version__",
     "and_masks",
     "check",
@@ -62,6 +64,7 @@ _LATER = {
     "FlexKernelOptions": "flexattn.runtime.options",
     "MaskCheck": "flexattn.frontend.check",
     "PagedKV": "flexattn.runtime.pages",
+    "PagedKVCache": "flexattn.runtime.paged_cache",
     "check": "flexattn.frontend.check",
     "explain": "flexattn.runtime.explain",
     "merge_states": "flexattn.runtime.merge",
