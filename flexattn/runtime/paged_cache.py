@@ -223,11 +223,11 @@ class PagedKVCache:
         """
         home = self._home_of(layer)
         place, scales = self._place[home], (None if x is None else x[home] for x in self._scales)
-        starts, lengths = self._starts(slots)
         most = self.max_length
         if not isinstance(slots, Tensor):
             longest = max((self.length(s) for s in slots), default=0)
             most = min(most, -(-longest // self.page_size) * self.page_size)
+        starts, lengths = self._starts(slots)
         return PagedKV(self._k[place], self._v[place], self._table.table.view(-1), starts, lengths, most, *scales)
 
     def csr(self, slots: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
