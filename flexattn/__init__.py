@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flexattn.runtime.paged_attention import paged_attention
     from flexattn.runtime.paged_cache import PagedKVCache
     from flexattn.runtime.pages import PagedKV
+    from flexattn.runtime.torch_paged import PagedAttention
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "FlexKernelOptions",
     "FlexPerformanceWarning",
     "MaskCheck",
+    "PagedAttention",
     "PagedKV",
     "PagedKVCache",
     "__version__",
@@ -63,6 +65,7 @@ __all__ = [
 _LATER = {
     "FlexKernelOptions": "flexattn.runtime.options",
     "MaskCheck": "flexattn.frontend.check",
+    "PagedAttention": "flexattn.runtime.torch_paged",
     "PagedKV": "flexattn.runtime.pages",
     "PagedKVCache": "flexattn.runtime.paged_cache",
     "check": "flexattn.frontend.check",

@@ -95,3 +95,7 @@ class OutOfPagesError(FlexError, RuntimeError, AssertionError):
 
 class PageTableError(FlexError, AssertionError):
     """The records of a paged cache contradict each other."""
+
+
+class PageShapeError(ShapeError, RuntimeError):
+    """New tokens or a mask do not fit the pages of a PagedAttention."""
