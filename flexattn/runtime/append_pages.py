@@ -61,15 +61,17 @@ def append_pages(k: Side, v: Side | None, where: Where) -> None:
         k, v: v is None where values lie within keys.
         where: the requests.
     """
-    device = k.pages.device
-    if device.type != "cuda" or k.pages.dtype == torch.float8_e4m3fn and _arch(device) < _FIRST_WITH_E4M3:
-        by_torch(k, v, where)
-    else:
+    if _has_kernel(k.pages.device, k.pages.dtype):
         by_kernel(k, v, where)
+    else:
+        by_torch(k, v, where)
 
 
-def _arch(device: torch.device) -> int:
-    return devices.target_for(device).arch
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether it runs on a device: only later GPUs have the narrower type of 8 bits."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return dtype != torch.float8_e4m3fn or devices.target_for(device).arch >= _FIRST_WITH_E4M3
 
 
 def by_torch(k: Side, v: Side | None, where: Where) -> None:

@@ -162,13 +162,14 @@ class PageTable:
         everywhere = sorted([*self._free, *(held.keys() | known)])
         _same("pages that are free, in use or known", everywhere, list(range(self.num_pages)))
         _same("slots", sorted([*self._free_slots, *self._pages]), list(range(self.table.shape[0])))
+        self._known.check()
         table, lengths = self.table.tolist(), self.lengths.tolist()
         _same("lengths on the device", lengths, [self._length.get(s, 0) for s in range(len(lengths))])
         for slot, pages in self._pages.items():
             _same(f"pages of slot {slot}", len(pages), -(-self._length[slot] // self.page_size))
             _same(f"table of slot {slot} on the device", table[slot][: len(pages)], pages)
             _same(f"whether slot {slot} reserved more than it has", self._fresh[slot] > self._length[slot], False)
-            self._known.check(slot, pages)
+            self._known.check_request(slot, pages)
 
     # ---------------------------------------------------------------- parts of them
     def _must_exist(self, slot: int) -> None:
@@ -242,6 +243,8 @@ class PageTable:
 
     def _tell(self, told: dict[int, int]) -> None:
         """Writes numbers to places of the device's copy."""
+        if not told:
+            return
         self.version += 1
         places, values = to_device([told.keys(), told.values()], torch.int64, self._state.device)
         self._state.index_copy_(0, places, values.int())
@@ -301,10 +304,13 @@ class _Prefixes:
         del self._page[self._key.pop(page)]
         return page
 
-    def check(self, slot: int, pages: Sequence[int]) -> None:
-        """That a request has what is in front of its known pages, and that the tree is one."""
+    def check(self) -> None:
+        """That the tree is one."""
         _same("pages of the prefix tree", {key: page for page, key in self._key.items()}, self._page)
         _same("parents of the prefix tree", {k.parent for k in self._page} - self._key.keys() <= {-1}, True)
+
+    def check_request(self, slot: int, pages: Sequence[int]) -> None:
+        """That a request has what is in front of its known pages."""
         for at, page in enumerate(pages):
             if page in self._key:
                 _same(

@@ -68,6 +68,7 @@ class PagedKVCache:
     Source: Kwon et al., PagedAttention (2023), arXiv:2309.06180; Zheng et al., SGLang (2024), arXiv:2312.07104 (RadixAttention).
     """
 
+    @torch.inference_mode(False)  # whoever writes to the pages next
     def __init__(
         self, num_pages: int, page_size: int, *, kv_heads: int, qk_dim: int, v_dim: int | None = None, layers: int = 1,
         dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None, layout: str = "HND", max_requests: int,
@@ -149,7 +150,8 @@ class PagedKVCache:
         self._table.free(slot)
 
     def fork(self, slot: int) -> int:
-        """A slot with the same tokens in the same pages; the next of both to grow copies the last page, if it is not full.
+        """A slot with the same tokens in the same pages, when every layer has been appended; the next of both to grow copies the last
+        page, if it is not full.
 
         Raises: OptionError, OutOfPagesError: no slot is left.
         """
