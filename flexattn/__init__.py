@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from flexattn.runtime.merge import merge_states
     from flexattn.runtime.options import FlexKernelOptions
     from flexattn.runtime.paged_attention import paged_attention
+    from flexattn.runtime.paged_cache import PagedKVCache
     from flexattn.runtime.pages import PagedKV
+    from flexattn.runtime.torch_paged import PagedAttention
 
 __version__ = "0.1.0"
 
@@ -36,7 +38,9 @@ __all__ = [
     "FlexKernelOptions",
     "FlexPerformanceWarning",
     "MaskCheck",
+    "PagedAttention",
     "PagedKV",
+    "PagedKVCache",
     "__version__",
     "and_masks",
     "check",
@@ -61,7 +65,9 @@ __all__ = [
 _LATER = {
     "FlexKernelOptions": "flexattn.runtime.options",
     "MaskCheck": "flexattn.frontend.check",
+    "PagedAttention": "flexattn.runtime.torch_paged",
     "PagedKV": "flexattn.runtime.pages",
+    "PagedKVCache": "flexattn.runtime.paged_cache",
     "check": "flexattn.frontend.check",
     "explain": "flexattn.runtime.explain",
     "merge_states": "flexattn.runtime.merge",

@@ -87,3 +87,15 @@ class FileError(FlexError, ValueError):
 
 class CompileError(FlexError, RuntimeError):
     """No configuration of a kernel could be compiled."""
+
+
+class OutOfPagesError(FlexError, RuntimeError, AssertionError):
+    """A paged cache has too few pages, or no slot, left; nothing of it has changed."""
+
+
+class PageTableError(FlexError, AssertionError):
+    """The records of a paged cache contradict each other."""
+
+
+class PageShapeError(ShapeError, RuntimeError):
+    """New tokens or a mask do not fit the pages of a PagedAttention."""

@@ -35,8 +35,10 @@ _SKELETONS = {
     "block_map": ("block_map", "block_map"),
     "fill": ("block_map", "fill"),
     "order": ("block_map", "block_order"),
+    "append_pages": ("append_pages", "append_pages"),
 }
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
+_LIMITS = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # the greatest numbers of types of 8 bits
 _BUILDERS = ("ranges", "block_map", "fill", "order")  # of the mask builder; they know nothing of q, k and v
 MOST_TABLES, TABLE_INTS = 3, 5  # as skeletons/block_map.py has them
 _LENGTHS = {"rows": "i32", "heads": "i32", "q_len": "i32", "kv_len": "i32"}
@@ -335,6 +337,17 @@ def _backward_inputs(arguments: _Arguments) -> None:
     arguments.captures()
 
 
+def _append_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    names = ("K", "k_strides"), ("V", "v_strides"), ("K_PAGES", "k_page_strides"), ("V_PAGES", "v_page_strides")
+    for (name, strides), layout in zip(names, spec.layouts):
+        arguments.tensor(name, layout, strides)
+    arguments.plain(SLOTS="*i32", ENDS="*i32", TABLE="*i32", LENGTHS="*i32", K_INVERSE="*fp32", V_INVERSE="*fp32")
+    sizes = ("kv_heads", "tokens", "tokens_each", "requests", "page_size", "width", "k_scales", "v_scales")
+    arguments.plain(**dict.fromkeys(sizes, "i32"))
+    return arguments.types, arguments.aligned
+
+
 def _builder_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     """Of the kernels that make a mask's span table."""
     arguments, tables = _Arguments(spec), ("i32",) * (MOST_TABLES * TABLE_INTS)
@@ -365,7 +378,7 @@ _SIGNATURES = {
     "decode": _decode_signature, "merge": _merge_signature,
     "dq": _dq_signature, "dkdv": _dkdv_signature, "hopper_backward": _hopper_backward_signature, "hopper_dq": _hopper_dq_signature,
     "hopper_query_gradient": _hopper_query_gradient_signature, "hopper_key_gradients": _hopper_key_gradients_signature,
-    **dict.fromkeys(_BUILDERS, _builder_signature),
+    "append_pages": _append_signature, **dict.fromkeys(_BUILDERS, _builder_signature),
 }  # fmt: skip
 
 
@@ -374,6 +387,9 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     """Values of the upper-case parameters; a user function that is absent is None."""
     if not spec.layouts:
         return _builder_constexprs(spec)
+    if spec.kernel == "append_pages":
+        return {"QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": padded(spec.qk_dim), "V_PAD": padded(spec.v_dim),
+                "BLOCK_M": spec.config.BLOCK_M, "LIMIT": _LIMITS.get(spec.layouts[2].dtype)}  # fmt: skip
     q, k, v, d_out = spec.described
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,

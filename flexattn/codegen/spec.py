@@ -85,13 +85,14 @@ class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
     # 'forward', 'hopper_forward', 'decode', 'merge', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq', 'hopper_query_gradient',
-    # 'hopper_key_gradients'; of masks 'ranges', 'block_map', 'fill', 'order'
+    # 'hopper_key_gradients'; of masks 'ranges', 'block_map', 'fill', 'order'; of pages 'append_pages'
     kernel: str
     target: Target
     config: TileConfig
     qk_dim: int
     v_dim: int
-    layouts: tuple[TensorLayout, ...]  # q, k, v, d_out (the last one also in the forward, equal to q's); or none
+    # q, k, v, d_out (the last one also in the forward, equal to q's); or none; of append_pages k, v and the pages of both
+    layouts: tuple[TensorLayout, ...]
     score: Program | None = None
     mask: Program | None = None
     captures: tuple[CaptureLayout, ...] = ()  # of the score program, then of the mask program

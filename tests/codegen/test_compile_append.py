@@ -1,0 +1,56 @@
+"""The kernel that appends tokens to pages compiles for every target without a GPU, with nothing spilled and wide stores."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+
+from flexattn.codegen.spec import KernelSpec, TensorLayout
+from flexattn.codegen.target import GFX942, target_of
+from flexattn.runtime.append_pages import append_tiles
+from tests.codegen.compiled import TARGETS, compile_and_measure
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile"
+)
+
+
+def compiled(arch: int, new: str, pages: str, dims: tuple[int, int], *, aligned: bool = True) -> tuple[str, Any]:
+    layouts = tuple(TensorLayout(name, aligned, True) for name in (new, new, pages, pages))
+    text, used = compile_and_measure(
+        KernelSpec("append_pages", target_of(arch), append_tiles(*dims), *dims, layouts=layouts)
+    )
+    assert used.spills == 0, used
+    return text, used
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_target(arch) -> None:
+    text, _ = compiled(arch, "bf16", "bf16", (128, 128))
+    assert arch == GFX942 or re.search(r"st\.global\.v4", text), "pages are not written 16 bytes at once"
+
+
+@pytest.mark.parametrize("dims", [(16, 24), (192, 128), (576, 0), (512, 512)])
+def test_head_dims(dims) -> None:
+    compiled(90, "bf16", "bf16", dims)
+
+
+@pytest.mark.parametrize("arch", [89, 90, 100, 120])
+@pytest.mark.parametrize("new", ["bf16", "fp16", "fp32"])
+def test_8_bits_are_rounded_by_the_hardware(arch, new) -> None:
+    text, _ = compiled(arch, new, "fp8e4nv", (128, 128))
+    assert "cvt.rn.satfinite.e4m3x2.f32" in text
+
+
+@pytest.mark.parametrize("arch", TARGETS[:-1])
+def test_wide_range_8_bits_everywhere(arch) -> None:
+    compiled(arch, "bf16", "fp8e5", (128, 64))
+
+
+@pytest.mark.parametrize("pages", ["bf16", "fp16", "fp32"])
+def test_unaligned(pages) -> None:
+    compiled(80, "fp32", pages, (40, 33), aligned=False)
