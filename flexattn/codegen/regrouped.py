@@ -34,7 +34,8 @@ def one_index_a_side(root: Expr, index: str = "kv_idx") -> Expr:
         >>> to_text(one_index_a_side(make("le", var("q_idx") - var("kv_idx"), 9)))
         'q_idx - 9 <= kv_idx'
     """
-    return fold([root], partial(_sided, var(index)))[0]
+    sided: Expr = fold([root], partial(_sided, var(index)))[0]
+    return sided
 
 
 def _sided(index: Expr, node: Expr, args: list[Expr]) -> Expr:
