@@ -287,9 +287,7 @@ def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
     scores = m * n * problem.element_bytes if problem.is_single or m < problem.v_pad else 0
     captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key) + _element_scratch(problem) * m * n
     captured += 4 * n * stages if problem.is_paged else 0
-    if (
-        problem.mask == "reading" and reads.element + reads.key
-    ):  # what is kept, known before keys are read, goes to the scores' layout
+    if problem.mask == "reading" and reads.element + reads.key:  # what is kept, known before keys are read
         captured += 4 * m * n
     if m >= 64 and problem.target.family != "mma" and not problem.is_single:
         streamed = stages * (first + second)
