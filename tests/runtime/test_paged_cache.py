@@ -317,6 +317,20 @@ def test_whole_pages_of_known_prefixes_are_reused() -> None:
     cache.check()
 
 
+def test_a_known_page_is_not_written_to() -> None:
+    """A request that is cut inside of it and grows again copies it first, though nobody else has it."""
+    cache = make(8, 4, max_length=32)
+    cache.allocate()
+    ((k, v),) = grow(cache, [0], [9])
+    cache.remember(0, range(8))
+    cache.truncate(0, 6)
+    ((new_k, new_v),) = grow(cache, [0], [2])
+    assert_holds(cache.view([0]), 0, torch.cat([k[:6], new_k]), torch.cat([v[:6], new_v]))
+    assert cache.allocate(range(9)) == (1, 8)
+    assert_holds(cache.view([1]), 0, k[:8], v[:8])
+    cache.check()
+
+
 def test_prefixes_that_nobody_has_make_room_the_oldest_first() -> None:
     cache = make(4, 4, max_length=16)
     for first in (0, 50):
