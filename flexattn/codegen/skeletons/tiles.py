@@ -64,15 +64,25 @@ def load_tile(TENSOR, strides, batch, head, first, length, ROWS: tl.constexpr, D
 @triton.jit
 def pages_of(PAGES, first, wanted, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """The pages of keys first .. first + ROWS of a request whose list of pages begins at PAGES: a number where they lie in one page,
-    else [ROWS], of which those are looked up that are wanted."""
-    if PAGE_SIZE % ROWS == 0:
-        return tl.load(PAGES + first // PAGE_SIZE)
+    else [ROWS], of which those are looked up that are wanted. Few pages are few numbers that all threads look up, and a key's own
+    is found by where it lies in the tile: a look-up a key takes as long as reading the key."""
+    MOST: tl.constexpr = 1 if PAGE_SIZE % ROWS == 0 else ROWS // PAGE_SIZE if ROWS % PAGE_SIZE == 0 else (ROWS - 2) // PAGE_SIZE + 2
+    rows = tl.arange(0, ROWS)
+    if MOST == 1:
+        pages = tl.load(PAGES + first // PAGE_SIZE)
+    elif MOST <= 8:
+        within = rows if ROWS % PAGE_SIZE == 0 else first % PAGE_SIZE + rows
+        last = first + (ROWS - 1 if wanted is None else tl.max(tl.where(wanted, rows, 0), 0))
+        at = first // PAGE_SIZE
+        pages = tl.load(PAGES + at) + rows * 0
+        for n in tl.static_range(1, MOST):
+            page = tl.load(PAGES + tl.minimum(at + n, last // PAGE_SIZE))
+            pages = tl.where(within >= n * PAGE_SIZE, page, pages)
+    elif wanted is None:
+        pages = tl.load(PAGES + (first + rows).to(tl.uint32) // PAGE_SIZE)
     else:
-        pages = PAGES + (first + tl.arange(0, ROWS)).to(tl.uint32) // PAGE_SIZE
-        if wanted is None:
-            return tl.load(pages)
-        else:
-            return tl.load(pages, mask=wanted, other=0)
+        pages = tl.load(PAGES + (first + rows).to(tl.uint32) // PAGE_SIZE, mask=wanted, other=0)
+    return pages
 
 
 @triton.jit
