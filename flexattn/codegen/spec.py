@@ -147,7 +147,7 @@ class KernelSpec:
 
     @property
     def is_chained(self) -> bool:
-        """Whether the kernel is started before the one in front of it has ended, for whose results it waits by itself: decoding is
+        """Whether the kernel can be started before the one in front of it has ended, for whose results it waits by itself: decoding is
         short, and a launch takes as long as reading a thousand keys."""
         return self.kernel in ("decode", "merge") and 90 <= self.target.arch < GFX942
 

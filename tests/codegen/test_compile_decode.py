@@ -64,7 +64,8 @@ def compiled(
     assert used.shared <= shared_bytes(spec.config, problem_of(spec)) <= target_of(arch).shared_bytes
     assert used.spills <= (ASKED_SPILLS if leaf == "document" else SPILLS), used
     if arch == 90 and rows <= 16 and leaf != "document":
-        assert not any(map(spilled_in, loops_of(used.binary)))
+        most = 8 if leaf == "kept table" else 0  # a few numbers that do not change, under Triton 3.6
+        assert all(spilled_in(loop) <= most for loop in loops_of(used.binary))
     return text, used
 
 
@@ -255,6 +256,10 @@ def test_a_mask_without_a_formula_is_asked_where_its_conditions_keep_something()
 def test_leaves_say_how_tiles_are_found() -> None:
     spec = spec_of("decode", arch=90, dim=64, leaves=WINDOW, config=tiles(90, 64, 1)[0])
     assert {"ZONES", "MASK_MOD"} <= set(emit(spec).leaves) and emit(spec).constexprs["KEPT"] == 1
-    asked = emit(spec_of("decode", arch=90, dim=64, leaf="document", config=tiles(90, 64, 1)[0]))
-    assert "ZONES" not in asked.leaves and asked.constexprs["KEPT"] == 0
+    assert emit(spec).constexprs["BY_FORMULA"]
+    # a document's keys are asked for where causality keeps some
+    for leaf, zones in (("document", 1), ("kept table", 0)):
+        asked = emit(spec_of("decode", arch=90, dim=64, leaf=leaf, config=tiles(90, 64, 1)[0]))
+        assert ("ZONES" in asked.leaves) == (zones > 0) and asked.constexprs["KEPT"] == zones
+        assert not asked.constexprs["BY_FORMULA"]
     assert not any(replace(spec, target=target_of(100)).described), "loaded by pointers"
