@@ -190,8 +190,6 @@ def sloped(probs, slope, KIND: gl.constexpr, SLOPE: gl.constexpr):
         probs = probs * slope
     elif SLOPE != ONE:
         probs = gl.where(probs == 0.0, 0.0, probs * slope)
-        if KIND == PARTIAL:
-            probs = opaque(probs)
     return probs
 
 
@@ -272,6 +270,8 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     probs = gl.exp2(found)
     rounded = probs.to(q_buffers.dtype)
     probs = sloped(probs, slope, KIND, SLOPE)
+    if KIND == PARTIAL and SLOPE != ONE:  # then whether they are 0 is asked again
+        probs = opaque(probs)
     d_probs = warpgroup_mma_wait(0, deps=[d_probs])
     delta = by_query(delta_buffers.index(buffer), S, BLOCK_M)
     grad = score_gradient(probs, d_probs, delta, KIND == PARTIAL).to(q_buffers.dtype)
