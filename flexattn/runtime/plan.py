@@ -300,6 +300,8 @@ def why_no_decode(problem: Problem) -> str | None:
         return "a gradient is needed"
     if problem.pages is not None and problem.options.strict_nan:
         return "strict_nan looks at dense keys"
+    if problem.pages is not None and problem.k.dtype.itemsize == 1:
+        return "pages hold numbers of 8 bits"
     if problem.block_mask is not None and problem.block_mask.predicate is None:
         return "the mask is made of lists of blocks"
     return None
