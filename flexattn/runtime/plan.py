@@ -47,7 +47,7 @@ class Problem:
         block_mask: which tiles to visit, None for all.
         needs_grad: an autograd node will be recorded.
         pages: where keys and values lie, if they are paged; mask and score hold their lengths.
-        lengths: int tensor [batch] or [1], keys that count by batch, which the mask keeps to already; None where all do.
+        lengths: int tensor [batch], keys that count by batch, which the mask keeps to already; None where all do.
         want_lse, want_max: which extra outputs the caller needs; lse is always computed when a gradient may be.
         options: the checked kernel_options.
         tables: span tables that were made for this call and are kept nowhere else; shared with what `bind` makes.

@@ -23,9 +23,9 @@ class Positions(NamedTuple):
     """What query row 0 of a call is, and how many keys there are.
 
     Attributes:
-        offset: added to q_idx, the same for all (int) or by batch (int tensor [batch] or [1]).
+        offset: added to q_idx, the same for all (int) or by batch (int tensor [batch]).
         at_end: the last query stands at the last key instead: q_len, and `lengths` are those of the keys.
-        lengths: int tensor [batch] or [1]; None where all keys count.
+        lengths: int tensor [batch]; None where all keys count.
     """
 
     offset: int | Tensor = 0
@@ -56,9 +56,7 @@ def _query(offset: Any, at_end: Any, lengths: Any, b: Any, q_idx: Any) -> Any:
 
 def _of(value: Any, b: Any) -> Any:
     """A number of batch entry b."""
-    if not isinstance(value, Tensor):
-        return value
-    return value[b] if value.shape[0] > 1 else value[0]
+    return value[b] if isinstance(value, Tensor) else value
 
 
 def _placed_score(
@@ -106,7 +104,7 @@ def positions(q_offset: Any, kv_lengths: Any, query: Tensor) -> Positions | None
 
 
 def by_batch(name: str, x: Tensor, query: Tensor) -> Tensor:
-    """Checks an integer for each batch entry, and returns it as a tensor [batch] or [1].
+    """Checks an integer for each batch entry, and returns it as a tensor [batch].
 
     Args:
         name: of the argument.
@@ -122,7 +120,7 @@ def by_batch(name: str, x: Tensor, query: Tensor) -> Tensor:
     if x.device != query.device and (x.numel() != 1 or x.device.type != "cpu"):
         hint = f"{name}.to({str(query.device)!r})"
         raise DeviceError(f"{name} must be on query's device", given=f"{x.device} and {query.device}", hint=hint)
-    return x.to(query.device).reshape(-1)
+    return x.to(query.device).reshape(-1).expand(query.shape[0])
 
 
 # ---------------------------------------------------------------- keys that nobody may see
