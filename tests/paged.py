@@ -41,6 +41,7 @@ def make_paged(
     device: str | torch.device = "cpu",
     seed: int = 0,
     order: int = 0,
+    v_in_k: bool = False,
 ) -> Paged:
     """Random keys and values in pages.
 
@@ -52,6 +53,7 @@ def make_paged(
         layout: 'HND' or 'NHD', of the pool in memory.
         seed: of what the tokens are.
         order: of the pages in the pool; another number puts the same tokens elsewhere.
+        v_in_k: values are the first dims of keys, in the same memory.
     """
     torch.manual_seed(seed)
     width = max(1, -(-max(*lengths, max_length or 0, 0) // page_size))
@@ -60,7 +62,7 @@ def make_paged(
     places = torch.randperm(total, generator=torch.Generator().manual_seed(order)).tolist()
     table = torch.full((len(lengths), width), total + 1_000_000, dtype=torch.int32)  # what nobody may read
     dense, pools = [], []
-    for dim in dims:
+    for dim in dims[: 1 if v_in_k else 2]:
         x = torch.randn(len(lengths), kv_heads, width * page_size, dim).to(dtype)
         pool = torch.full((total, kv_heads, page_size, dim), math.nan).to(dtype)
         at = iter(places)
@@ -71,6 +73,8 @@ def make_paged(
                 pool[page] = x[b, :, i * page_size : (i + 1) * page_size]
         dense.append(x.to(device))
         pools.append(pool.transpose(1, 2).contiguous().to(device) if layout == "NHD" else pool.to(device))
+    if v_in_k:
+        dense, pools = ([x[0], x[0][..., : dims[1]]] for x in (dense, pools))
     on_device: Any = torch.tensor(lengths, dtype=torch.int32, device=device)
     pages = PagedKV.from_table(pools[0], pools[1], table.to(device), on_device, layout=layout)
     return Paged(pages, dense[0], dense[1], lengths)

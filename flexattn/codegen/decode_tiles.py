@@ -17,7 +17,7 @@ from flexattn.codegen.shared_memory import TileConfig, is_legal
 from flexattn.codegen.spec import SMALL_INDEX
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import check_option, tile_problem
-from flexattn.codegen.tile_preferences import DECODE, DECODE_SINGLE
+from flexattn.codegen.tile_preferences import DECODE, DECODE_SINGLE, DECODE_V_IN_K
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.expr import DEP_H, Expr, make
 from flexattn.frontend.program import Program
@@ -26,7 +26,7 @@ from flexattn.frontend.zones import Zones, hold_for, zones
 MOST_QUERIES = 64  # beyond, products bound a call, and the forward kernels are made for those
 FEWEST_KEYS = 256  # below, one program reads them as fast as several
 MOST_SPLITS = 256
-WIDEST = 512  # head dimension, of query or value: wider tiles do not fit beside those on their way
+WIDEST, WIDEST_V = 576, 512  # head dimensions, of query and value: wider tiles do not fit beside those on their way
 PROGRAMS_EACH = 1  # of a processor: its stages keep enough on its way; twice as many were 2 to 4 % slower on an H200
 MERGED_ALONE = 1 << 17  # bytes of parts that one program adds up in the time of another launch
 CHAINED = 1 << 26  # bytes of keys and values up to which a call starts before the kernel in front of it has ended
@@ -38,7 +38,7 @@ _ASKED = 4096  # pairs of a mask looked at together: 32 a thread
 # ---------------------------------------------------------------- tiles
 def decode_tiles(
     target: Target, *, rows: int, element_bytes: int, qk_dim: int, v_dim: int, programs: Sequence[Program | None] = (),
-    options: Any = None, precision: str = "ieee", is_paged: bool = False,
+    options: Any = None, precision: str = "ieee", is_paged: bool = False, v_in_k: bool = False,
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """Configurations, best first.
 
@@ -51,6 +51,7 @@ def decode_tiles(
         options: a TileOptions of the caller, honoured or refused, never ignored.
         precision: of float32 products, 'ieee' or 'tf32'.
         is_paged: keys and values are found by page numbers.
+        v_in_k: values are the first dims of keys, and not loaded.
 
     Raises:
         OptionError: the caller's tiles do not fit.
@@ -61,15 +62,18 @@ def decode_tiles(
         >>> decode_tiles(target_of(90), rows=4, element_bytes=2, qk_dim=128, v_dim=128)[0]
         TileConfig(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3)
     """
-    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim, "is_paged": is_paged}
-    problem = tile_problem("decode", target, q_len=1, programs=programs, precision=precision, **sizes)
+    sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim}
+    loads: dict[str, bool] = {"is_paged": is_paged, "v_in_k": v_in_k}
+    problem = tile_problem("decode", target, q_len=1, programs=programs, precision=precision, **sizes, **loads)
     if target.is_interpreter:
         found: tuple[TileConfig, ...] = (TileConfig(16, 32, 4, 1),)
     else:
         height = next((n for n in _ROWS if n >= rows), _ROWS[-1])
         table = DECODE[target.family] if element_bytes == 2 else DECODE_SINGLE
+        if v_in_k and element_bytes == 2:
+            table = (*DECODE_V_IN_K[target.family], *table)
         listed = [row for pad, configs in table if pad >= problem.pad for row in configs]
-        tiles = [_with_height(min(height, most), *rest, is_paged=is_paged) for most, *rest in listed]
+        tiles = [_with_height(min(height, most), *rest, **loads) for most, *rest in listed]
         found = tuple(c for c in dict.fromkeys(tiles) if is_legal(c, problem))[:3]
     if not found:
         raise UnsupportedError(
@@ -89,10 +93,11 @@ def decode_tiles(
     return (config,)
 
 
-def _with_height(height: int, keys: int, warps: int, stages: int, *, is_paged: bool) -> TileConfig:
+def _with_height(height: int, keys: int, warps: int, stages: int, *, is_paged: bool, v_in_k: bool) -> TileConfig:
     """The registers of 4 warps do not hold 64 rows. Of paged keys as many tiles are on their way, and as many page numbers before
-    them, for which the compiler takes half of the stages."""
-    return TileConfig(height, keys, 8 if height == _ROWS[-1] else warps, 2 * stages - 1 if is_paged else stages)
+    them, for which the compiler takes half of the stages; of keys alone twice as many."""
+    ahead = (stages - 1) * (2 if is_paged else 1) * (2 if v_in_k else 1)
+    return TileConfig(height, keys, 8 if height == _ROWS[-1] else warps, 1 + ahead)
 
 
 def asked_together(config: TileConfig) -> tuple[int, int]:
@@ -188,6 +193,7 @@ def is_by_head(found: Zones) -> bool:
 __all__ = [
     "MOST_QUERIES",
     "WIDEST",
+    "WIDEST_V",
     "asked_together",
     "decode_tiles",
     "formula_of",

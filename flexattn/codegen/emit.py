@@ -15,7 +15,7 @@ from flexattn.codegen.decode_tiles import asked_together, formula_of, hull_of, i
 from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, query_buffers, role_rows
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
-from flexattn.codegen.tile_config import padded, tile_dims
+from flexattn.codegen.tile_config import decode_dims, padded, tile_dims
 from flexattn.frontend.expr import DEP_H
 from flexattn.frontend.zones import zones
 
@@ -431,6 +431,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         return {**values, "READS": None, "WANT_MAX": spec.want_max}
     if spec.kernel == "decode":
         values = {name: value for name, value in values.items() if not name.endswith("_DESCRIBED")}
+        qk_pad, qk_rest, v_pad = decode_dims(spec.qk_dim, spec.v_dim, spec.target)
+        values |= {"QK_PAD": qk_pad, "QK_REST": qk_rest, "V_PAD": v_pad, "V_IN_K": spec.v_in_k}
         return {**values, "READS": None, "WANT_MAX": spec.want_max, **_decode_constexprs(spec)}
     values |= {"SCORE_GRAD": None, "IS_D_OUT_DESCRIBED": d_out}
     if spec.kernel == "dq":

@@ -52,6 +52,8 @@ class TileProblem:
     reads: CapturedReads = CapturedReads()
     precision: str = "ieee"  # of float32 products
     is_paged: bool = False  # keys and values are found by page numbers that are loaded first
+    qk_rest: int = 0  # of the decode kernel: dims of q and k behind the first qk_pad, as a tile of their own holds them
+    v_in_k: bool = False  # of the decode kernel: values are the first part of keys, and not loaded
 
     @property
     def is_single(self) -> bool:
@@ -95,6 +97,27 @@ def tile_dims(qk_dim: int, v_dim: int, target: Target) -> tuple[int, int]:
     if target.family == "wgmma":
         return max(qk_pad, min(v_pad, 64)), max(v_pad, min(qk_pad, 64))
     return qk_pad, v_pad
+
+
+WIDEST_PART = 512  # of the decode kernel's tiles of q and k
+
+
+def decode_dims(qk_dim: int, v_dim: int, target: Target) -> tuple[int, int, int]:
+    """(QK_PAD, QK_REST, V_PAD) of the decode kernel: what is wider than WIDEST_PART lies in a second tile, 512 + 64 in place of 1024.
+
+    Example:
+        >>> from flexattn.codegen.target import target_of
+        >>> decode_dims(576, 512, target_of(90)), decode_dims(192, 128, target_of(90))
+        ((512, 64, 512), (256, 0, 128))
+    """
+    qk_pad, v_pad = tile_dims(min(qk_dim, WIDEST_PART), v_dim, target)
+    return qk_pad, padded(qk_dim - WIDEST_PART) if qk_dim > WIDEST_PART else 0, v_pad
+
+
+def reads_v_in_k(qk_dim: int, v_dim: int, target: Target) -> bool:
+    """Whether the decode kernel's first tile of k may be its tile of v where v is the beginning of k."""
+    qk_pad, _, v_pad = decode_dims(qk_dim, v_dim, target)
+    return qk_pad == v_pad
 
 
 # ---------------------------------------------------------------- the model of shared memory
@@ -282,8 +305,9 @@ def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
     """Of the decode kernel: its rows of queries stay, and where they are few, so do their probabilities beside what is streamed."""
     m, n, reads = config.BLOCK_M, config.BLOCK_N, problem.reads
     stages = 1 + (config.num_stages - 1) // (2 if problem.is_paged else 1)  # the compiler shares them out
-    first, second = (n * width * problem.element_bytes for width in (problem.qk_pad, problem.v_pad))
-    queries = m * problem.qk_pad * problem.element_bytes
+    qk_width, v_width = problem.qk_pad + problem.qk_rest, 0 if problem.v_in_k else problem.v_pad
+    first, second = (n * width * problem.element_bytes for width in (qk_width, v_width))
+    queries = m * qk_width * problem.element_bytes
     scores = m * n * problem.element_bytes if problem.is_single or m < problem.v_pad else 0
     captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key) + _element_scratch(problem) * m * n
     captured += 4 * n * stages if problem.is_paged else 0
@@ -293,9 +317,12 @@ def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
         streamed = stages * (first + second)
         again = _correction_scratch(config, problem) + 2 * _ROUNDING if problem.target.family == "tcgen05" else 0
         return queries + streamed + again + captured + _ROUNDING
-    turned = second if problem.is_single and stages > 1 else 0
+    turned = n * problem.v_pad * problem.element_bytes if problem.is_single and stages > 1 else 0
     ahead = (stages - 1) * (first + second) + turned
-    return queries + scores + max(ahead, first, second) + captured + _ROUNDING
+    again = (
+        n * problem.qk_pad * problem.element_bytes if problem.v_in_k and stages == 1 else 0
+    )  # as the other product's operand
+    return queries + scores + max(ahead, first + again, second) + captured + _ROUNDING
 
 
 def is_legal(config: TileConfig, problem: TileProblem) -> bool:

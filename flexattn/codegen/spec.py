@@ -101,6 +101,7 @@ class KernelSpec:
     fold_scale: bool = True  # scale * log2(e) in one factor: no score_mod, scale > 0, half types
     precision: str = "ieee"  # of float32 dots: 'ieee' or 'tf32'
     page_size: int = 0  # of keys and values in pages, 0 where they are not
+    v_in_k: bool = False  # of the decode kernel: values are the first dims of keys, in the same memory, and not loaded
     wide_lengths: bool = False  # a length, batch or head count of SMALL_INDEX or more
     want_max: bool = False
     want_dq: bool = True

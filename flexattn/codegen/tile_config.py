@@ -15,6 +15,7 @@ from flexattn.codegen.shared_memory import (
     CapturedReads,
     TileConfig,
     TileProblem,
+    decode_dims,
     is_legal,
     padded,
     shared_bytes,
@@ -91,13 +92,16 @@ def dividing(kernel: str, block: tuple[int, int], **sizes: Any) -> tuple[TileCon
 
 def tile_problem(
     kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
-    programs: Sequence[Program | None] = (), precision: str = "ieee", is_paged: bool = False,
+    programs: Sequence[Program | None] = (), precision: str = "ieee", is_paged: bool = False, v_in_k: bool = False,
 ) -> TileProblem:  # fmt: skip
     """The facts of a call that tiles rest on; arguments as of `candidates`."""
     given = [p for p in programs if p is not None]
     reads = [captured_reads(p) for p in given]
+    (qk_pad, v_pad), qk_rest = tile_dims(qk_dim, v_dim, target), 0
+    if kernel == "decode":
+        qk_pad, qk_rest, v_pad = decode_dims(qk_dim, v_dim, target)
     return TileProblem(
-        kernel, target, element_bytes, *tile_dims(qk_dim, v_dim, target), q_len <= SHORT_QUERIES,
+        kernel, target, element_bytes, qk_pad, v_pad, q_len <= SHORT_QUERIES,
         gathers=sum(gathers_of(p) for p in given), has_score=any(p.kind == "score" and not passes_gradient(p) for p in given),
         reads=CapturedReads(
             element=sum(r.element for r in reads), query=sum(r.query for r in reads), key=sum(r.key for r in reads),
@@ -105,6 +109,7 @@ def tile_problem(
         ),
         precision=precision, mask=max((mask_kind(p) for p in given if p.kind == "mask"), default="plain"),
         is_kept=any(p.kind == "mask" and gathers_of(p) > 0 for p in given), is_paged=is_paged,
+        qk_rest=qk_rest, v_in_k=v_in_k,
     )  # fmt: skip
 
 
@@ -304,6 +309,7 @@ __all__ = [
     "candidates",
     "captured_reads",
     "check_option",
+    "decode_dims",
     "delta_config",
     "dividing",
     "gathers_of",

@@ -169,6 +169,14 @@ DECODE: dict[str, Rows] = {
         for pad, rows in _DECODE
     ),
 }
+# the same, tried before, where values are the first dims of keys: a product of 64 rows reads them in place, and few rows leave room
+_DECODE_V_IN_K: Rows = ((512, ((64, 64, 8, 2), (64, 32, 8, 2))),)
+DECODE_V_IN_K: dict[str, Rows] = {
+    "wgmma": _DECODE_V_IN_K,
+    **dict.fromkeys(
+        ("tcgen05", "mma"), tuple((pad, tuple((32, *row[1:]) for row in rows)) for pad, rows in _DECODE_V_IN_K)
+    ),
+}
 DECODE_SINGLE: Rows = (
     (64, ((16, 32, 4, 2), (16, 32, 4, 1))),
     (128, ((16, 32, 4, 2), (16, 16, 4, 1))),
@@ -180,6 +188,7 @@ __all__ = [
     "AMD",
     "DECODE",
     "DECODE_SINGLE",
+    "DECODE_V_IN_K",
     "DEFAULT",
     "GATHERING",
     "HOPPER",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexattn.codegen.decode_tiles import decode_tiles
 from flexattn.codegen.hopper_tiles import LONG_KEYS, hopper_backward_tiles, hopper_gradient_tiles, hopper_tiles, why_not
+from flexattn.codegen.shared_memory import reads_v_in_k
 from flexattn.codegen.spec import (
     BY_COLUMN,
     KernelSpec,
@@ -313,6 +314,18 @@ def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None
     }
 
 
+def facts_of_decode(problem: Problem, target: Target) -> dict[str, Any]:
+    """The fields of a spec that the decode kernel has besides."""
+    return {"want_max": problem.want_max, "v_in_k": v_in_k(problem, target)}
+
+
+def v_in_k(problem: Problem, target: Target) -> bool:
+    """Whether values are the first dims of keys, in the same memory, and a tile of keys serves the decode kernel for both."""
+    k, v = problem.k, problem.v
+    is_same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+    return is_same and k.shape[3] >= v.shape[3] and reads_v_in_k(k.shape[3], v.shape[3], target)
+
+
 def _fact_key(problem: Problem, d_out: TensorLayout | None) -> tuple[Any, ...]:
     """What of `kernel_facts` can change between calls of one plan; every call asks, so it is no dictionary."""
     q, page_size = problem.q, 0 if problem.pages is None else problem.pages.page_size
@@ -330,6 +343,8 @@ def bound(problem: Problem) -> tuple[tuple[Tensor, ...], tuple[int | float, ...]
 
 def _likely_facts(problem: Problem, plan: Plan, kernel: str) -> dict[str, Any]:
     """The facts a launch will find, as far as they can be known before the backward pass."""
+    if kernel == "decode":
+        return {**kernel_facts(problem, plan), **facts_of_decode(problem, devices.target_for(problem.q.device))}
     if kernel in _FORWARD:
         return {**kernel_facts(problem, plan), "want_max": problem.want_max}
     facts = kernel_facts(problem, plan, fresh_layout(problem.q.dtype, problem.v.shape[3]))
@@ -392,6 +407,7 @@ def tiles_of_decode(problem: Problem, plan: Plan, target: Target) -> tuple[TileC
         "qk_dim": q.shape[3],
         "v_dim": problem.v.shape[3],
         "is_paged": problem.pages is not None,
+        "v_in_k": v_in_k(problem, target),
     }
     options, programs = _tile_options(problem, "decode"), (plan.score, plan.mask)
     return decode_tiles(target, programs=programs, options=options, precision=precision, **sizes)
@@ -441,7 +457,8 @@ def _group(problem: Problem, kernel: str) -> tuple[Any, ...]:
     blocks = None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE
     sizes = _size_class(problem, kernel) if problem.options.autotune else ()
     if kernel == "decode":
-        sizes = (*sizes, min(64, *autotune.size_class(_rows(problem))), problem.pages is not None)
+        loads = problem.pages is not None, v_in_k(problem, devices.target_for(q.device))
+        sizes = (*sizes, min(64, *autotune.size_class(_rows(problem))), *loads)
     return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, problem.kv_len > LONG_KEYS, blocks, sizes
 
 
@@ -467,6 +484,7 @@ __all__ = [
     "backward_kernels",
     "bound",
     "choose",
+    "facts_of_decode",
     "forget_hopper",
     "forget_hopper_backward",
     "forward_kernel",
@@ -480,5 +498,6 @@ __all__ = [
     "tiles_of_decode",
     "tiles_on_hopper",
     "unbuilt",
+    "v_in_k",
     "why_portable",
 ]

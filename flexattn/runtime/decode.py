@@ -14,13 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.codegen.decode_tiles import CHAINED, FEWEST_KEYS, MERGED_ALONE, MOST_QUERIES, WIDEST, pays, split_count
+from flexattn.codegen.decode_tiles import (
+    CHAINED,
+    FEWEST_KEYS,
+    MERGED_ALONE,
+    MOST_QUERIES,
+    WIDEST,
+    WIDEST_V,
+    pays,
+    split_count,
+)
 from flexattn.codegen.shared_memory import tile_dims
 from flexattn.codegen.spec import KernelSpec, any_wide, capture_layout, fresh_layout, wide_number
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig, is_fixed
 from flexattn.runtime import device as devices
-from flexattn.runtime.choose import Chosen, bound, choose
+from flexattn.runtime.choose import Chosen, bound, choose, facts_of_decode, v_in_k
 from flexattn.runtime.compile import InterpretedKernel, Kernel, Starts, first_that_builds, keep_ready
 from flexattn.runtime.plan import Plan, Problem, dense_strides, why_no_decode
 
@@ -40,8 +49,8 @@ def decode_choice(problem: Problem, target: Target) -> tuple[bool, str]:
         return False, "given by kernel_options"
     if is_fixed("forward", options.forward):
         return False, "kernel_options fixes tiles of the forward kernel"
-    if max(q.shape[3], problem.v.shape[3]) > WIDEST:
-        return False, f"it takes head dimensions up to {WIDEST}"
+    if q.shape[3] > WIDEST or problem.v.shape[3] > WIDEST_V:
+        return False, f"it takes head dimensions up to {WIDEST} of query and key and {WIDEST_V} of value"
     if problem.lengths is not None and q.shape[2] <= MOST_QUERIES:
         return True, "keys lie in pages" if problem.pages is not None else "keys end at lengths on the device"
     sizes = {"q_len": q.shape[2], "kv_len": problem.kv_len, "group": q.shape[1] // k.shape[1]}
@@ -89,7 +98,8 @@ def _form(problem: Problem, config: TileConfig, target: Target) -> Form:
     splits, k, v = splits_of(problem, config, target), problem.k, problem.v
     row_bytes = 4 * tile_dims(k.shape[3], v.shape[3], target)[1]
     rows = min(problem.q.shape[2] * (problem.q.shape[1] // k.shape[1]), config.BLOCK_M)
-    read = problem.kv_batch * k.shape[1] * problem.kv_len * (k.shape[3] + v.shape[3]) * k.element_size()
+    dims = k.shape[3] + (0 if v_in_k(problem, target) else v.shape[3])
+    read = problem.kv_batch * k.shape[1] * problem.kv_len * dims * k.element_size()
     return Form(splits, splits > 1 and splits * rows * row_bytes <= MERGED_ALONE, read <= CHAINED)
 
 
@@ -130,7 +140,7 @@ def forward(
     fixed, given = sizes(), inputs()
     make = lambda chosen: _ready(problem, plan, chosen, {**fixed, **given, "out_strides": _out_strides(problem, order)})
     run = lambda chosen: _start(problem, make(chosen), order, given)
-    chosen = choose(problem, plan, "decode", run, want_max=problem.want_max)
+    chosen = choose(problem, plan, "decode", run, **facts_of_decode(problem, target))
     ready = make(chosen)
     if not devices.is_capturing(q.device):  # a call then times nothing, a later one may
         keep_ready(known, key, chosen.config)
@@ -146,7 +156,7 @@ def _key(problem: Problem) -> tuple[Any, ...]:
     page_size = 0 if problem.pages is None else problem.pages.page_size
     return (
         q.device.index, problem.scale, problem.want_max, q.shape, k.shape[:2], v.shape[0], v.shape[3], length, page_size,
-        q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+        q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k.data_ptr() == v.data_ptr(),
         tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)),
     )  # fmt: skip
 
@@ -200,6 +210,7 @@ def merge_spec(spec: KernelSpec, dtype: torch.dtype) -> KernelSpec:
     return replace(
         spec, kernel="merge", config=TileConfig(spec.config.BLOCK_M, 16, 4, 1), layouts=(fresh_layout(dtype, spec.v_dim),) * 4,
         score=None, mask=None, captures=(), wide_numbers=(), fold_scale=True, precision="ieee", wide_lengths=False, page_size=0,
+        v_in_k=False,
     )  # fmt: skip
 
 

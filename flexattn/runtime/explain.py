@@ -236,7 +236,8 @@ def _forward_source(problem: Problem, plan: Plan, decode: bool) -> tuple[KernelS
         runs_here = plan.backend == "triton"
         tiles = choose.tiles_of(problem, plan, "decode") if runs_here else None
         config, why = tiles or (choose.tiles_of_decode(problem, plan, target)[0], "the default")
-        return emit(KernelSpec("decode", target, config, **choose.kernel_facts(problem, plan))), why, ""
+        facts = {**choose.kernel_facts(problem, plan), **choose.facts_of_decode(problem, target)}
+        return emit(KernelSpec("decode", target, config, **facts)), why, ""
     if plan.backend == "triton":
         kernel, reason = choose.forward_kernel(problem, plan)
         target, (config, why) = target_for(q.device), choose.tiles_of(problem, plan, kernel)

@@ -95,10 +95,7 @@ def test_c23_absorbed_latent_attention(device) -> None:
     check((q, latent, latent[..., :512]), lambda b, h, i, j: i + 70 >= j)
     latent = guarded((1, 1, 500, 576), dtype=BF16, device=device)
     q = guarded((1, 16, 1, 576), dtype=BF16, device=device)
-    with torch.no_grad():  # too wide for the decode kernel
-        out = flex_attention(q, latent, latent[..., :512], enable_gqa=True)
-    expected, _ = oracle(q, latent, latent[..., :512])
-    assert (out - expected).abs().max() <= 0.02
+    check((q, latent, latent[..., :512]))
 
 
 # ---------------------------------------------------------------- C24: float32 and the log-sum

@@ -63,6 +63,7 @@ def spec_of(
     kernel: str, *, arch: int, dim: int, v_dim: int | None = None, leaf: str = "causal", dtype: str = "bf16",
     config: TileConfig | None = None, aligned: bool = True, precision: str = "ieee",
     leaves: tuple[Traced | None, Traced | None] | None = None, page_size: int = 0,
+    v_in_k: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """A kernel as the runtime would ask for it, with its preferred tiles, for one of LEAVES or for the given ones."""
     score, mask = leaves or LEAVES[leaf]
@@ -75,6 +76,7 @@ def spec_of(
         captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
         wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), capture_grads=capture_grads,
         fold_scale=score is None and dtype != "fp32", precision=precision, page_size=page_size,
+        v_in_k=v_in_k,
     )  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def problem_of(spec: KernelSpec) -> TileProblem:
     return tile_problem(
         spec.kernel, spec.target, element_bytes=element_bytes(spec.layouts[0].dtype), qk_dim=spec.qk_dim,
         v_dim=spec.v_dim, q_len=4096, programs=(spec.score, spec.mask), precision=spec.precision,
-        is_paged=spec.page_size > 0,
+        is_paged=spec.page_size > 0, v_in_k=spec.v_in_k,
     )  # fmt: skip
 
 

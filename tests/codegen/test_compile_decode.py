@@ -35,6 +35,7 @@ compiles = pytest.mark.skipif(
 )
 SPILLS = 320  # before the loops, whose first tiles are all on their way at once; in a loop of few rows there are none
 ASKED_SPILLS = 480  # the same with what a mask that is asked reads of tensors
+WIDE_SPILLS = 480  # the same with sums [64, 512]
 FAMILIES = (80, 90, 100)
 WINDOW = (None, trace(mods.sliding_window(1024), "mask"))
 PREFIX = (None, trace(lambda b, h, i, j: (j < 7) | (i - j < 300) & (i >= j), "mask"))
@@ -127,6 +128,43 @@ def test_model_of_shared_memory_over_pages(arch: int, dim: int, rows: int, page_
         spec = spec_of("decode", arch=arch, dim=dim, config=config, page_size=page_size)
         used, model = shared_of(spec), shared_bytes(config, problem_of(spec))
         assert used <= model <= used + max(5 * KIB, 0.06 * used), (config, used, model)
+
+
+LATENT = {"dim": 576, "v_dim": 512}
+
+
+def latent_tiles(arch: int, rows: int, *, is_paged: bool, v_in_k: bool) -> tuple[TileConfig, ...]:
+    sizes = {"element_bytes": 2, "qk_dim": 576, "v_dim": 512}
+    return decode_tiles(target_of(arch), rows=rows, is_paged=is_paged, v_in_k=v_in_k, **sizes)
+
+
+@compiles
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("rows", [16, 20, 128])
+def test_latent_attention_reads_keys_once(rows: int, page_size: int) -> None:
+    """More than 64 KiB of keys are on their way to a processor, and no value; sums of 512 columns stay in registers."""
+    config = latent_tiles(90, rows, is_paged=page_size > 0, v_in_k=True)[0]
+    spec = spec_of("decode", arch=90, config=config, page_size=page_size, v_in_k=True, **LATENT)
+    text, used = compile_and_measure(spec)
+    assert config.BLOCK_M == {16: 16, 20: 32, 128: 64}[rows] and config.num_warps == 8
+    assert ("wgmma" in text) == (rows == 128) and re.search(KEYS, text)
+    queries, keys = config.BLOCK_M * 576 * 2, config.BLOCK_N * 576 * 2
+    assert used.shared - queries >= 2 * keys >= 64 * KIB
+    assert used.spills <= (WIDE_SPILLS if rows > 64 else SPILLS) and all(
+        spilled_in(loop) <= 8 for loop in loops_of(used.binary)
+    ), used
+
+
+@compiles
+@pytest.mark.parametrize("v_in_k", [True, False])
+@pytest.mark.parametrize("rows", [16, 20, 128])
+@pytest.mark.parametrize("arch", [*FAMILIES, 89])
+def test_model_of_shared_memory_of_latent_attention(arch: int, rows: int, v_in_k: bool) -> None:
+    for page_size in (0, 16):
+        for config in latent_tiles(arch, rows, is_paged=page_size > 0, v_in_k=v_in_k):
+            spec = spec_of("decode", arch=arch, config=config, page_size=page_size, v_in_k=v_in_k, **LATENT)
+            used, model = shared_of(spec), shared_bytes(config, problem_of(spec))
+            assert used <= model <= used + max(4 * KIB, 0.05 * used), (config, used, model)
 
 
 @compiles

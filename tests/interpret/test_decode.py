@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import flexattn
 from flexattn import AuxRequest, create_block_mask, explain, flex_attention
 from flexattn.frontend.expr import DEP_B, DEP_H
 from flexattn.frontend.trace import trace
-from flexattn.runtime.device import counters_of
+from flexattn.runtime.choose import v_in_k
+from flexattn.runtime.device import counters_of, target_for
+from flexattn.runtime.plan import Problem
 from flexattn.runtime.reference import oracle
 from tests.frontend.mask_fuzz import Sizes, predicate
 from tests.frontend.test_mask_fuzz import budget
@@ -102,6 +105,27 @@ def test_masks_found_by_formula(name: str) -> None:
     batch, group = 1 + bool(deps & DEP_B), 1 + bool(deps & DEP_H)  # the interpreter is slow
     q, k, v = (torch.randn(batch, heads, n, 16) for heads, n in ((group, 90), (1, 79), (1, 79)))
     check([q, k, v], ZONED[name], None, 2)
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (600, 40), (32, 32)])
+def test_values_that_are_the_first_dims_of_keys(dims: tuple[int, int]) -> None:
+    lengths = torch.tensor([90, 37], dtype=torch.int32)
+    q, k = torch.randn(2, 20, 2, dims[0]).bfloat16(), torch.randn(2, 1, 96, dims[0]).bfloat16()
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = math.nan
+    v = k[..., : dims[1]]
+    problem = Problem(q, k, v, 1.0)
+    target = target_for(CPU)
+    assert v_in_k(problem, target) == (dims != (600, 40)) and not v_in_k(replace(problem, v=v.clone()), target)
+    assert not v_in_k(replace(problem, k=k[..., 1:]), target), "values begin elsewhere"
+    mask, score = lambda b, h, i, j: i + 35 >= j, SCORES["soft-cap"]
+    out, aux = decode([q, k, v], mask, score, 2, kv_lengths=lengths)
+    for b, n in enumerate(lengths):
+        qkv = q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n]
+        right, lse = oracle(*qkv, mask, score)
+        fair = dense([x.clone().requires_grad_() for x in qkv], mask, score)
+        assert_close("out", out[b : b + 1], right, [right, *(x.out.detach() for x in fair)])
+        assert_close("lse", aux.lse[b : b + 1], lse, [lse, *(x.lse.detach() for x in fair)])
 
 
 def test_random_masks() -> None:

@@ -110,6 +110,15 @@ def test_half_types(dtype: torch.dtype) -> None:
     check(paged, query_of(paged, 4, 3), MASKS["window"], SCORES["soft-cap"], splits=2)
 
 
+@pytest.mark.parametrize("group, page_size", [(16, 64), (20, 24)])
+@pytest.mark.parametrize("dims, v_in_k", [((576, 512), True), ((576, 512), False), ((64, 40), True)])
+def test_latent_attention(dims: tuple[int, int], v_in_k: bool, group: int, page_size: int) -> None:
+    """Values that are the first dims of keys are not loaded, and wide keys come in two parts; all behind a length is NaN."""
+    paged = make_paged((70, 0, 33), page_size, kv_heads=1, dims=dims, dtype=torch.bfloat16, v_in_k=v_in_k)
+    check(paged, query_of(paged, group, 1), splits=2)
+    check(paged, query_of(paged, group, 2), MASKS["causal"], SCORES["soft-cap"], splits=1)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64])
 def test_where_pages_lie_changes_no_bit(page_size: int) -> None:
     results = []

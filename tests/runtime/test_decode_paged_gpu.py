@@ -123,6 +123,16 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     check(paged, query_of(paged, 8, 2), masks()["causal"])
 
 
+@pytest.mark.parametrize("page_size", [16, 24, 64])
+@pytest.mark.parametrize("v_in_k", [True, False])
+@pytest.mark.parametrize("group", [16, 20, 128])
+def test_latent_attention(group: int, v_in_k: bool, page_size: int) -> None:
+    paged = paged_of((3000, 0, 777), page_size, kv_heads=1, dims=(576, 512), v_in_k=v_in_k)
+    check(paged, query_of(paged, group, 1))
+    check(paged, query_of(paged, group, 2), masks()["causal"], scores()["soft-cap"], SPLIT_KV=5)
+    check(paged, query_of(paged, group, 1), SPLIT_KV=1)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64, 512])
 def test_where_pages_lie_changes_no_bit(page_size: int) -> None:
     results = []

@@ -15,6 +15,7 @@ from flexattn.codegen.skeletons import leaf_ops, softmax, tiles
 
 STRIP = tl.constexpr(64)  # tiles decided at once: the bits of an integer
 ZONE_ENDS = tl.constexpr(6)  # numbers of a zone
+IN_PLACE = tl.constexpr(64)  # rows of queries, from which on products read them where they lie in shared memory
 MERGED_ROWS = tl.constexpr(4)  # rows that the last program merges together
 MERGED_AT_ONCE = tl.constexpr(8192)  # numbers of parts on their way to a program that merges
 
@@ -131,7 +132,7 @@ def _begin(place, IS_CHAINED: tl.constexpr):
 
 @triton.jit
 def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.constexpr):
-    """Rows of any heads [M, 1] and queries [M, 1] of a [batch, heads, length, DIM] tensor -> [M, PAD]."""
+    """Rows of any heads [M, 1] and queries [M, 1] of a [batch, heads, length, DIM] tensor -> [M, PAD]: of wider rows the beginning."""
     dims = tl.arange(0, PAD)[None, :]
     start = TENSOR + batch.to(tl.int64) * strides[0]
     pointers = start + (head.to(tl.int64) * strides[1] + q_idx * strides[2]) + dims
@@ -142,10 +143,21 @@ def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.c
 
 
 @triton.jit
-def _sweep(acc, peak, total, bits, q, K, V, PAGES, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head, head,
-           q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
-           QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-           PAGE_SIZE: tl.constexpr, FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def _awaited(rows, kept):
+    """The same rows of queries, for which the compiler waits here and not before. Those that lie in place stay there: they would take
+    as many registers as sums do."""
+    if rows.shape[0] >= IN_PLACE:
+        return rows
+    else:
+        return tl.where(kept != 0, rows, tl.zeros_like(rows))
+
+
+@triton.jit
+def _sweep(acc, peak, total, bits, q, q_rest, K, V, PAGES, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head,
+           head, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
+           QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, QK_REST: tl.constexpr, V_PAD: tl.constexpr,
+           V_IN_K: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+           UPCAST: tl.constexpr):
     """Adds the tiles of a program whose bits are set to its running rows."""
     for _tile in tl.range(0, leaf_ops.count_bits(bits)):
         start = (first + _lowest(bits) * splits) * BLOCK_N
@@ -161,12 +173,18 @@ def _sweep(acc, peak, total, bits, q, K, V, PAGES, first, splits, k_strides, v_s
             place = tiles.pages_of(PAGES, start, wanted, BLOCK_N, PAGE_SIZE)
         k = tiles.load_keys(K, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM, QK_PAD, PAGE_SIZE)  # [N, QK]
         scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
+        if QK_REST > 0:
+            rest = tiles.load_keys(K + QK_PAD, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM - QK_PAD, QK_REST, PAGE_SIZE)
+            scores = softmax.dot(q_rest, tl.trans(rest), scores, PRECISION, UPCAST)
         scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
         if SCORE_MOD is not None:
             scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, known)
         if KIND == tiles.PARTIAL:
             scores = tl.where(keep, scores, float("-inf"))
-        v = tiles.load_keys(V, v_strides, place, kv_head, start, wanted, BLOCK_N, V_DIM, V_PAD, PAGE_SIZE)  # [N, V]
+        if V_IN_K:
+            v = k
+        else:
+            v = tiles.load_keys(V, v_strides, place, kv_head, start, wanted, BLOCK_N, V_DIM, V_PAD, PAGE_SIZE)  # [N, V]
         probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
         acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
     return acc, peak, total
@@ -237,16 +255,19 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
                      caps, scale, q_heads, group, q_len, kv_len, lines, splits, is_counted, SCORE_MOD: tl.constexpr,
                      MASK_MOD: tl.constexpr, READS: tl.constexpr, ZONES: tl.constexpr, BY_FORMULA: tl.constexpr,
                      KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
-                     QK_PAD: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                     PAGE_SIZE: tl.constexpr, ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr, OF_HEADS: tl.constexpr,
-                     FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr, PRECISION: tl.constexpr,
-                     UPCAST: tl.constexpr):
+                     QK_PAD: tl.constexpr, QK_REST: tl.constexpr, V_PAD: tl.constexpr, V_IN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+                     BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr,
+                     OF_HEADS: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr,
+                     PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
     `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
 
     Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals; a single one writes results. Where
     `is_counted`, the last program of a tile of rows, as COUNTS says, adds its parts up: 0 before and after. Else `merge_splits` does,
-    for which all processors work where there is much to add up."""
+    for which all processors work where there is much to add up.
+
+    Wide queries and keys come in two parts, QK_PAD dimensions and the QK_REST behind them. V_IN_K: values are the first part of keys,
+    which is read once for both products."""
     line = tl.program_id(0) % lines
     split = tl.program_id(0) // lines % splits
     pair = tl.program_id(0) // (lines * splits)
@@ -279,6 +300,9 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
     if PAGE_SIZE > 0:
         PAGES += tl.load(PAGE_STARTS + batch)
     q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
+    q_rest = q  # asked by nobody where there is no rest
+    if QK_REST > 0:
+        q_rest = _load_rows(Q + QK_PAD, q_strides, batch, head, q_idx, QK_DIM - QK_PAD, QK_REST)
     is_alone = (q_lo == q_hi) & (1 - OF_HEADS > 0)  # one query is asked for in place of all rows
     for at in range(0, own, STRIP):
         if BY_FORMULA:
@@ -293,13 +317,15 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
         else:
             kept = _below(own - at)
             partial = _cut(at, own, first, splits, kv_len, BLOCK_N)
-        rows_of_q = tl.where(kept != 0, q, tl.zeros_like(q))  # it is the same: the compiler waits for q here and not before
-        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, rows_of_q, K, V, PAGES, first + at * splits, splits, k_strides,
-                                  v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL, SCORE_MOD,
-                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, PAGE_SIZE, FOLD_SCALE, PRECISION, UPCAST)
-        acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, K, V, PAGES, first + at * splits, splits, k_strides,
-                                  v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL, SCORE_MOD,
-                                  MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, V_PAD, BLOCK_N, PAGE_SIZE, FOLD_SCALE, PRECISION, UPCAST)
+        rows_of_q, rest_of_q = _awaited(q, kept), _awaited(q_rest, kept)
+        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, rows_of_q, rest_of_q, K, V, PAGES, first + at * splits, splits,
+                                  k_strides, v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL,
+                                  SCORE_MOD, MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, QK_REST, V_PAD, V_IN_K, BLOCK_N, PAGE_SIZE,
+                                  FOLD_SCALE, PRECISION, UPCAST)
+        acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, rest_of_q, K, V, PAGES, first + at * splits, splits,
+                                  k_strides, v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL,
+                                  SCORE_MOD, MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, QK_REST, V_PAD, V_IN_K, BLOCK_N, PAGE_SIZE,
+                                  FOLD_SCALE, PRECISION, UPCAST)
     if splits > 1:
         tile = pair * lines + line
         PART = PARTS + (tile.to(tl.int64) * splits + split) * (BLOCK_M * (V_PAD + 2))
