@@ -27,6 +27,7 @@ MOST_QUERIES = 64  # beyond, products bound a call, and the forward kernels are 
 FEWEST_KEYS = 256  # below, one program reads them as fast as several
 MOST_SPLITS = 256
 WIDEST, WIDEST_V = 576, 512  # head dimensions, of query and value: wider tiles do not fit beside those on their way
+STRIP = 64  # tiles that a program finds at once, as in the kernel
 PROGRAMS_EACH = 1  # of a processor: its stages keep enough on its way; twice as many were 2 to 4 % slower on an H200
 MERGED_ALONE = 1 << 17  # bytes of parts that one program adds up in the time of another launch
 CHAINED = 1 << 26  # bytes of keys and values up to which a call starts before the kernel in front of it has ended
@@ -106,7 +107,7 @@ def asked_together(config: TileConfig) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------- splits
-def split_count(*, groups: int, kept: int, tile: int, processors: int) -> int:
+def split_count(*, groups: int, kept: int, tile: int, processors: int, in_pairs: bool = False) -> int:
     """How many programs share the keys of a tile of rows.
 
     Programs run in rounds of PROGRAMS_EACH a processor, and a round takes as long as its longest program: its tiles, and SPLIT_COST
@@ -117,6 +118,7 @@ def split_count(*, groups: int, kept: int, tile: int, processors: int) -> int:
         kept: keys that a row keeps at most, as far as lengths say.
         tile: keys of a tile.
         processors: of the device.
+        in_pairs: two programs of more tiles than a strip share a processor: while one finds its next ones, the other reads.
 
     Example:
         >>> split_count(groups=8, kept=8192, tile=64, processors=132), split_count(groups=512, kept=4096, tile=64, processors=132)
@@ -131,7 +133,8 @@ def split_count(*, groups: int, kept: int, tile: int, processors: int) -> int:
         rounds = -(-groups * splits // at_once)
         return rounds * (-(-tiles // splits) + (SPLIT_COST if splits > 1 else 0)), splits
 
-    return min(range(1, most + 1), key=cost)
+    best = min(range(1, most + 1), key=cost)
+    return 2 * best if in_pairs and tiles > STRIP * best and 2 * best <= most else best
 
 
 def pays(*, q_len: int, kv_len: int, group: int, programs: int, processors: int) -> bool:

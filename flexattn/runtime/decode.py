@@ -66,12 +66,14 @@ def splits_of(problem: Problem, config: TileConfig, target: Target) -> int:
     if problem.options.split_kv is not None:
         return problem.options.split_kv
     groups = problem.q.shape[0] * problem.k.shape[1] * _lines(problem, config)
-    return _split_count(groups, problem.kv_len, config.BLOCK_N, target.processors)
+    is_small = config.num_warps <= 4 and max(problem.q.shape[3], problem.v.shape[3]) <= 128  # a processor holds two
+    in_pairs = problem.pages is not None and is_small
+    return _split_count(groups, problem.kv_len, config.BLOCK_N, target.processors, in_pairs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _split_count(groups: int, kept: int, tile: int, processors: int) -> int:
-    return split_count(groups=groups, kept=kept, tile=tile, processors=processors)
+def _split_count(groups: int, kept: int, tile: int, processors: int, in_pairs: bool) -> int:
+    return split_count(groups=groups, kept=kept, tile=tile, processors=processors, in_pairs=in_pairs)
 
 
 def _lines(problem: Problem, config: TileConfig) -> int:

@@ -247,6 +247,12 @@ def test_splits_fill_the_device_and_no_more() -> None:
             assert 1 <= count(groups, kept) <= max(1, -(-kept // 64))
 
 
+def test_long_rows_of_pages_are_read_by_two_programs_a_processor() -> None:
+    sizes = {"tile": 64, "processors": 132, "in_pairs": True}
+    for groups, kept, wanted in ((8, 131072, 32), (128, 8192, 2), (16, 65536, 16), (8, 8192, 16), (512, 4096, 1)):
+        assert split_count(groups=groups, kept=kept, **sizes) == wanted  # type: ignore[arg-type]
+
+
 def test_longer_rows_and_fewer_heads_mean_no_fewer_splits() -> None:
     count = lambda groups, kept: split_count(groups=groups, kept=kept, tile=64, processors=132)
     assert count(8, 1024) <= count(8, 4096) <= count(8, 65536) + 3
