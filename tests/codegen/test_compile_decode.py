@@ -35,7 +35,7 @@ compiles = pytest.mark.skipif(
 )
 SPILLS = 320  # before the loops, whose first tiles are all on their way at once; in a loop of few rows there are none
 ASKED_SPILLS = 480  # the same with what a mask that is asked reads of tensors
-WIDE_SPILLS = 480  # the same with sums [64, 512]
+WIDE_SPILLS, WIDE_SPILLED = 560, 40  # with sums [64, 512]: bytes a thread, and instructions in a loop of about 900
 FAMILIES = (80, 90, 100)
 WINDOW = (None, trace(mods.sliding_window(1024), "mask"))
 PREFIX = (None, trace(lambda b, h, i, j: (j < 7) | (i - j < 300) & (i >= j), "mask"))
@@ -150,9 +150,8 @@ def test_latent_attention_reads_keys_once(rows: int, page_size: int) -> None:
     assert ("wgmma" in text) == (rows == 128) and re.search(KEYS, text)
     queries, keys = config.BLOCK_M * 576 * 2, config.BLOCK_N * 576 * 2
     assert used.shared - queries >= 2 * keys >= 64 * KIB
-    assert used.spills <= (WIDE_SPILLS if rows > 64 else SPILLS) and all(
-        spilled_in(loop) <= 8 for loop in loops_of(used.binary)
-    ), used
+    most, in_loop = (WIDE_SPILLS, WIDE_SPILLED) if rows > 64 else (SPILLS, 0)
+    assert used.spills <= most and all(spilled_in(loop) <= in_loop for loop in loops_of(used.binary)), used
 
 
 @compiles
