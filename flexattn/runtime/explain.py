@@ -282,7 +282,7 @@ def _is_for_hopper(it_is: bool) -> str:
 
 def _loads(spec: KernelSpec) -> Iterator[str]:
     """How tiles get to shared memory, where the device has two ways."""
-    if not spec.target.has_descriptors:
+    if not spec.target.has_descriptors or spec.kernel == "decode":
         return
     names = ("query", "key", "value")
     described = [name for name, is_described in zip(names, spec.described) if is_described]
