@@ -121,7 +121,7 @@ def test_masks_over_pages(leaves: object) -> None:
 @compiles
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("rows", [4, 17, 64])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 256))])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_model_of_shared_memory_over_pages(arch: int, dim: int, rows: int, page_size: int) -> None:
     for config in tiles(arch, dim, rows, is_paged=True):
@@ -157,7 +157,7 @@ def test_latent_attention_reads_keys_once(rows: int, page_size: int) -> None:
 @compiles
 @pytest.mark.parametrize("v_in_k", [True, False])
 @pytest.mark.parametrize("rows", [16, 20, 128])
-@pytest.mark.parametrize("arch", [*FAMILIES, 89])
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 89, 100))])
 def test_model_of_shared_memory_of_latent_attention(arch: int, rows: int, v_in_k: bool) -> None:
     for page_size in (0, 16):
         for config in latent_tiles(arch, rows, is_paged=page_size > 0, v_in_k=v_in_k):
