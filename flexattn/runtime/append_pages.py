@@ -21,7 +21,7 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
-_FIRST_WITH_E4M3 = 89  # compute capability
+_FIRST_OF_8_BITS = 90  # compute capability for which every Triton can round to them
 _TILE = 4096  # numbers a program writes at once
 
 
@@ -68,10 +68,10 @@ def append_pages(k: Side, v: Side | None, where: Where) -> None:
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it runs on a device: only later GPUs have the narrower type of 8 bits."""
+    """Whether it runs on a device: numbers of 8 bits are for later GPUs."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return dtype != torch.float8_e4m3fn or devices.target_for(device).arch >= _FIRST_WITH_E4M3
+    return dtype.itemsize > 1 or devices.target_for(device).arch >= _FIRST_OF_8_BITS
 
 
 def by_torch(k: Side, v: Side | None, where: Where) -> None:
