@@ -6,6 +6,7 @@ Reads lengths and sizes; makes a PagedKV and dense keys and values, of which eve
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,22 @@ class Paged(NamedTuple):
         """Keys and values of one request, [1, kv_heads, length, dim]."""
         n = self.lengths[b]
         return self.k[b : b + 1, :, :n], self.v[b : b + 1, :, :n]
+
+    def placed(self, q: Tensor, mask: Any, score: Any) -> Iterator[tuple[int, list[Tensor], Any, Any]]:
+        """Of each request with keys: its number, its own q, k, v, and the mods (or None) as they see its last positions in them."""
+        for b, length in enumerate(self.lengths):
+            offset = length - q.shape[2]
+            own_mask = mask and (lambda _, h, i, j, b=b, offset=offset: mask(b, h, i + offset, j))
+            own_score = score and (lambda s, _, h, i, j, b=b, offset=offset: score(s, b, h, i + offset, j))
+            if length:
+                yield b, [q[b : b + 1], *self.request(b)], own_mask, own_score
+
+
+def assert_nothing_without_keys(paged: Paged, out: Tensor, lse: Tensor | None = None) -> None:
+    """A request without a key has out 0 and lse -inf."""
+    for b, length in enumerate(paged.lengths):
+        if length == 0:
+            assert (out[b] == 0).all() and (lse is None or torch.isneginf(lse[b]).all())
 
 
 def make_paged(

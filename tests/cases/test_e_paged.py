@@ -11,7 +11,7 @@ import flexattn
 from flexattn import PagedKV, flex_attention, paged_attention
 from tests.cases.bounds import assert_each_within
 from tests.helpers import causal, exact, on_devices, window
-from tests.paged import Paged, make_paged, query_of
+from tests.paged import Paged, assert_nothing_without_keys, make_paged, query_of
 
 
 def alibi(score, b, h, q_idx, kv_idx):
@@ -21,15 +21,9 @@ def alibi(score, b, h, q_idx, kv_idx):
 
 def check(paged: Paged, q: torch.Tensor, out: torch.Tensor, mask=causal, score=alibi) -> None:
     """Each request against the oracle on its own dense keys."""
-    for b, n in enumerate(paged.lengths):
-        start = n - q.shape[2]
-        own_mask = lambda _b, h, i, j, start=start: mask(_b, h, i + start, j)
-        own_score = lambda s, _b, h, i, j, start=start: score(s, _b, h, i + start, j)
-        if n == 0:
-            assert (out[b] == 0).all()
-            continue
-        want = exact([q[b : b + 1], *paged.request(b)], own_mask, own_score).out
-        assert_each_within(f"request {b} of {n}", out[b : b + 1], want)
+    assert_nothing_without_keys(paged, out)
+    for b, qkv, own_mask, own_score in paged.placed(q, mask, score):
+        assert_each_within(f"request {b}", out[b : b + 1], exact(qkv, own_mask, own_score).out)
 
 
 # ---------------------------------------------------------------- C39: decode from a prefill mask

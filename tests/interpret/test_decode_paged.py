@@ -13,7 +13,7 @@ import flexattn
 from flexattn import AuxRequest, PagedKV, paged_attention
 from flexattn.runtime.reference import oracle
 from tests.helpers import dense
-from tests.paged import Paged, make_paged, query_of
+from tests.paged import Paged, assert_nothing_without_keys, make_paged, query_of
 from tests.runtime.kernel_cases import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -51,14 +51,8 @@ def decode(
 def check(paged: Paged, q: Tensor, mask: Any = None, score: Any = None, splits: int | None = None) -> None:
     """Each request against the oracle over its own keys; its queries are the last of them."""
     out, aux = decode(q, paged.pages, mask, score, splits)
-    for b, length in enumerate(paged.lengths):
-        if length == 0:
-            assert (out[b] == 0).all() and torch.isneginf(aux.lse[b]).all()
-            continue
-        offset = length - q.shape[2]
-        placed_mask = mask and (lambda _b, h, i, j, b=b, offset=offset: mask(b, h, i + offset, j))
-        placed_score = score and (lambda s, _b, h, i, j, b=b, offset=offset: score(s, b, h, i + offset, j))
-        qkv = (q[b : b + 1], *paged.request(b))
+    assert_nothing_without_keys(paged, out, aux.lse)
+    for b, qkv, placed_mask, placed_score in paged.placed(q, mask, score):
         right, lse = oracle(*qkv, placed_mask, placed_score)
         fair = (
             []

@@ -13,21 +13,13 @@ import flexattn
 from flexattn import AuxRequest, PagedKV, paged_attention
 from flexattn.runtime.reference import oracle
 from tests.helpers import dense
-from tests.paged import Paged, make_paged, query_of
+from tests.paged import Paged, assert_nothing_without_keys, make_paged, query_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
 GPU = torch.device("cuda", 0)
 PAGE_SIZES = [1, 8, 16, 24, 64, 512, 672]
 LENGTHS = (1, 15, 16, 0, 17, 64, 1000)
 CAP = 5.0
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_is_nan() -> None:
-    """Every uninitialised allocation starts as NaN, so a value that is never written shows."""
-    if torch.cuda.is_available():
-        for size in (1 << 28, 1 << 22, 1 << 16):
-            torch.full((size // 4,), math.nan, device=GPU)
 
 
 def paged_of(lengths: tuple[int, ...], page_size: int, **more: Any) -> Paged:
@@ -47,14 +39,8 @@ def check(paged: Paged, q: Tensor, mask: Any = None, score: Any = None, **option
     """Each request against the oracle over its own keys; errors are of all requests together."""
     out, lse = decode(q, paged.pages, mask, score, **options)
     ours, fair = [], []
-    for b, length in enumerate(paged.lengths):
-        if length == 0:
-            assert (out[b] == 0).all() and torch.isneginf(lse[b]).all()
-            continue
-        offset = length - q.shape[2]
-        placed_mask = mask and (lambda _b, h, i, j, b=b, offset=offset: mask(b, h, i + offset, j))
-        placed_score = score and (lambda s, _b, h, i, j, b=b, offset=offset: score(s, b, h, i + offset, j))
-        qkv = (q[b : b + 1], *paged.request(b))
+    assert_nothing_without_keys(paged, out, lse)
+    for b, qkv, placed_mask, placed_score in paged.placed(q, mask, score):
         right, right_lse = oracle(*qkv, placed_mask, placed_score)
         empty = torch.isneginf(right_lse)
         assert torch.equal(torch.isneginf(lse[b : b + 1]), empty) and (out[b : b + 1][empty] == 0).all()
