@@ -108,6 +108,9 @@ class KernelSpec:
     want_dk: bool = True
     want_dv: bool = True
     has_d_lse: bool = False
+    in_turns: int = 0  # of the fused backward: columns add to dq in the order of the table's lines; 1 told a tile later, 2 at once
+    persists: bool = False  # of the fused backward: programs take columns until none is left
+    descends: bool = False  # of the fused backward: from the last queries to the first
 
     @property
     def number_kinds(self) -> tuple[str, ...]:

@@ -282,7 +282,7 @@ def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, A
     if kernel in (*FUSED, *APART) and is_transposed:
         walk["q_tiles"] = _whole_rows(q.shape[2]) // config.BLOCK_M
     # its programs take tiles until none is left
-    at_once = chosen.spec.target.processors if kernel == "hopper_forward" else _LINE_LIMIT
+    at_once = chosen.spec.target.processors if kernel == "hopper_forward" or chosen.spec.persists else _LINE_LIMIT
     launch = chosen.kernel.fix(min(pairs * lines, at_once), {**arguments, **walk}, changing=_EACH_CALL)
     in_order = is_transposed and pairs != q.shape[0] * q.shape[1]
     return Ready(launch, chosen.spec, _cut(config, is_transposed), in_order)
@@ -407,6 +407,33 @@ def _delta_spec(
     )  # fmt: skip
 
 
+FORM: tuple[int, bool, bool] = (0, False, False)  # in_turns, persists, descends
+_TURNS: dict[Any, tuple[Any, ...]] = {}
+
+
+def turns_of(table: dict[str, Any], q_tiles: int) -> dict[str, Any]:
+    """A table by column with its lines in the order of keys, and how many lines before each walk a tile of queries too: int32
+    [masks, lines, q_tiles]. Reads the table back; kept by its address."""
+    rows, extra = table["ROWS"], table["EXTRA"]
+    key = (rows.data_ptr(), rows._version, rows.shape, q_tiles)
+    if key not in _TURNS:
+        order = rows[:, :, 0].argsort(1)
+        natural = rows.gather(1, order[:, :, None].expand(rows.shape)).contiguous()
+        walks = torch.zeros(*natural.shape[:2], q_tiles, dtype=torch.int32)
+        spans = extra.reshape(-1).tolist()
+        for m, lines in enumerate(natural.tolist()):
+            for n, line in enumerate(lines):
+                for kind in (0, 1):
+                    for span in range(line[3 + kind]):
+                        at = 2 * (line[9 + kind] + span - 1)
+                        start, stop = line[5 + 2 * kind : 7 + 2 * kind] if span == 0 else spans[at : at + 2]
+                        walks[m, n, start:stop] = 1
+        turns = (walks.cumsum(1) - walks).to(torch.int32).to(rows.device).contiguous()
+        _TURNS[key] = (rows, natural, turns)
+    _, natural, turns = _TURNS[key]
+    return {**table, "ROWS": natural, "TURNS": turns}
+
+
 def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, of which all are needed, by one kernel and its post-pass.
 
@@ -421,13 +448,21 @@ def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tup
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
         sums = torch.zeros(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
-        results = {"DK": dk, "DV": dv, "DQ_SUMS": sums}
-        ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
+        table = _table(problem, ready)
+        results = {"DK": dk, "DV": dv, "DQ_SUMS": sums, "COUNTER": devices.counters_of(q.device)}
+        if ready.spec.in_turns:
+            table = turns_of(table, _whole_rows(q.shape[2]) // ready.spec.config.BLOCK_M)
+            tiles = rows // ready.spec.config.BLOCK_M
+            table["COUNTS"] = torch.zeros(tiles + 1, dtype=torch.int32, device=q.device)
+        else:
+            table["COUNTS"] = table["TURNS"] = table["ROWS"]
+        ready.launch({**common.arguments, **table, **results}, device=q.device)
         return _dq_of(sums, problem, plan, ready.spec), dk, dv
 
     fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1])}
     result: tuple[Tensor, Tensor, Tensor]
-    result = _run(problem, plan, "hopper_backward", start, fixed, (k_order, v_order), common=common)
+    wants = dict(zip(("in_turns", "persists", "descends"), FORM))
+    result = _run(problem, plan, "hopper_backward", start, fixed, (k_order, v_order), common=common, **wants)
     return result
 
 
@@ -459,7 +494,7 @@ def run_apart(
         fixed: Callable[[], dict[str, Any]] = lambda: {"row_step": common.row_step}
         dq = _run(problem, plan, of_query, start_query, fixed, (_unit_order(q), common.row_step), common=common)
     if needs[1] or needs[2]:
-        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0}  # no sums of dq
+        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0, "COUNTS": 0, "TURNS": 0, "COUNTER": 0}
         dk, dv = _run(problem, plan, of_keys, start_key, fixed, (k_order, v_order), common=common)
     return dq, dk if needs[1] else None, dv if needs[2] else None
 

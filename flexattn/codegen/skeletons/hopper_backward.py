@@ -56,6 +56,7 @@ BOUNDED = gl.constexpr(2)  # finite, whatever the score
 EXCHANGE = gl.constexpr(6)  # + 2 * (position of the tile, modulo 2) + warpgroup: its gradients are there; both warpgroups
 TILE_FREE = gl.constexpr(14)  # + buffer: its queries have been read; both warpgroups and the copying warp
 EVERYBODY = gl.constexpr(2 * 128 + 32)
+COLUMN_FREE = gl.constexpr(10)  # + slot: its keys and values have been read; those of TILE_FREE
 
 
 # ---------------------------------------------------------------- what Gluon has no word for
@@ -98,7 +99,7 @@ def row_of(repeat, column, table, steps):
 
 
 @gluon.jit
-def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexpr):
+def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexpr, THREADS: gl.constexpr = EVERYBODY):
     """Copies a tile of queries, their output's gradients and their statistics to a buffer, once that is free."""
     q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
     Q_BYTES: gl.constexpr = Q.block_type.nbytes + STATS.block_type.nbytes
@@ -106,7 +107,7 @@ def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexp
     buffer, _ = buffer_of(at)
     first = block * BLOCK_M
     if at >= 2:
-        barrier_wait(TILE_FREE + buffer, EVERYBODY)
+        barrier_wait(TILE_FREE + buffer, THREADS)
     mbarrier.expect(q_ready.index(buffer), Q_BYTES)
     copy_in(Q, [batch, head, first, 0], q_ready.index(buffer), q_buffers.index(buffer))
     copy_in(STATS, [0, row + first], q_ready.index(buffer), lse_buffers.index(buffer))
@@ -116,34 +117,151 @@ def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexp
 
 
 @gluon.jit
-def put_spans(Q, D_OUT, STATS, ring, line, EXTRA, batch, head, row, at, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
+def put_spans(Q, D_OUT, STATS, ring, line, EXTRA, batch, head, row, at, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
+              THREADS: gl.constexpr = EVERYBODY, DESCENDS: gl.constexpr = False):
     """Copies all tiles of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
-        for block in range(start, stop):
-            put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M)
+        for n in range(start, stop):
+            block = start + stop - 1 - n if DESCENDS else n
+            put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M, THREADS)
             at += 1
     return at
 
 
 @gluon.jit
-def produce(Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M: gl.constexpr):
-    """The copying warp: the column's keys and values, then its queries."""
+def column_of(tile, lanes, table, steps):
+    """(key batch, key head, rank, first key) of a column."""
+    ROWS, _, lines, batch_step, head_step = table
+    pairs, swizzle = lanes
+    q_heads, group, _, _ = steps
+    pair, rank = tiles.locate(tile, pairs, lines, swizzle)
+    kv_heads = q_heads // group
+    kv_batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
+    return kv_batch, kv_head, rank, gl.load(line) * (2 * KEYS)
+
+
+@gluon.jit
+def told(hand_over, turn, total, WARPS: gl.constexpr, PERSISTS: gl.constexpr):
+    """The number of the next column, as the copying warp has taken it."""
+    if PERSISTS:
+        next_tile, next_ready = hand_over
+        slot, phase = buffer_of(turn)
+        mbarrier.wait(next_ready.index(slot), phase)
+        return gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    else:
+        return total
+
+
+@gluon.jit
+def produce(Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M: gl.constexpr,
+            THREADS: gl.constexpr, PERSISTS: gl.constexpr, DESCENDS: gl.constexpr):
+    """The copying warp: of each column its keys and values, then its queries."""
     k_tiles, v_tiles, k_ready, v_ready = own
-    kv_batch, kv_head, _, first = column
-    mbarrier.expect(k_ready, 2 * K.block_type.nbytes)
-    for half in gl.static_range(2):
-        copy_in(K, [kv_batch, kv_head, first + half * KEYS, 0], k_ready, k_tiles.index(half))
-    mbarrier.expect(v_ready, 2 * V.block_type.nbytes)
-    for half in gl.static_range(2):
-        copy_in(V, [kv_batch, kv_head, first + half * KEYS, 0], v_ready, v_tiles.index(half))
+    next_tile, next_ready = hand_over
+    EARLY: gl.constexpr = FULL if DESCENDS else PARTIAL
+    LATE: gl.constexpr = PARTIAL if DESCENDS else FULL
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    total = lanes[0] * table[2]
+    tile = gl.program_id(0)
+    column = column_of(tile, lanes, table, steps)
     at = 0
-    for repeat in range(steps[2]):
-        batch, head, pair, line = row_of(repeat, column, table, steps)
-        row = pair * steps[3] * BLOCK_M
-        at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, PARTIAL, BLOCK_M)
-        at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, FULL, BLOCK_M)
+    turn = 0
+    while tile < total:
+        kv_batch, kv_head, _, first = column
+        slot, _ = buffer_of(turn)
+        if PERSISTS:
+            if turn >= 2:
+                barrier_wait(COLUMN_FREE + slot, THREADS)
+        mbarrier.expect(k_ready.index(slot), 2 * K.block_type.nbytes)
+        for half in gl.static_range(2):
+            copy_in(K, [kv_batch, kv_head, first + half * KEYS, 0], k_ready.index(slot), k_tiles.index(2 * slot + half))
+        mbarrier.expect(v_ready.index(slot), 2 * V.block_type.nbytes)
+        for half in gl.static_range(2):
+            copy_in(V, [kv_batch, kv_head, first + half * KEYS, 0], v_ready.index(slot), v_tiles.index(2 * slot + half))
+        for repeat in range(steps[2]):
+            batch, head, pair, line = row_of(repeat, column, table, steps)
+            row = pair * steps[3] * BLOCK_M
+            at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, EARLY, BLOCK_M, THREADS, DESCENDS)
+            at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, LATE, BLOCK_M, THREADS, DESCENDS)
+        if PERSISTS:
+            taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
+            if taken == total - 1:  # the last number anybody takes
+                gl.store(COUNTER, 0)
+            tile = gl.num_programs(0) + taken
+            next_tile.index(slot).store(gl.full([1], tile, gl.int32, ROW))
+            mbarrier.arrive(next_ready.index(slot), count=1)
+            column = column_of(gl.minimum(tile, total - 1), lanes, table, steps)
+            turn += 1
+        else:
+            tile = total
+
+
+# ---------------------------------------------------------------- turns
+@gluon.jit
+def wait_until(COUNT, least):
+    """Waits until a number in global memory is no less, and sees what was written before it grew."""
+    text: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 v; again: ld.acquire.gpu.global.u32 v, [$1]; setp.lt.u32 p, v, $2; @p bra again; "
+        "mov.u32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(text, "=r,l,r", [COUNT.to(gl.int64), least], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def count_up(COUNT):
+    """Lets one more of a tile's eight warps be counted, behind all that this warp has added."""
+    text: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; bar.warp.sync 0xffffffff; "
+        "@p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(text, "=r,l", [COUNT.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def look_at_spans(COUNTS, TURNS, turn_ready, line, EXTRA, tile, at, KIND: gl.constexpr, THREADS: gl.constexpr,
+                  DESCENDS: gl.constexpr):
+    """Waits for a column's turn at every tile of one kind."""
+    spans, start, stop, more = tiles.first_span(line, KIND)
+    for span in range(spans):
+        start, stop = further_span(EXTRA, more, span, start, stop)
+        for n in range(start, stop):
+            block = start + stop - 1 - n if DESCENDS else n
+            buffer, _ = buffer_of(at)
+            before = gl.load(TURNS + block)
+            if at >= 2:
+                barrier_wait(TILE_FREE + buffer, THREADS)
+            wait_until(COUNTS + (tile + block), before * 8)
+            mbarrier.arrive(turn_ready.index(buffer), count=1)
+            at += 1
+    return at
+
+
+@gluon.jit
+def look(COUNTS, TURNS, turn_ready, hand_over, lanes, table, steps, THREADS: gl.constexpr, PERSISTS: gl.constexpr,
+         DESCENDS: gl.constexpr):
+    """The warp that knows whose turn it is: the keys before these have added to a tile of queries."""
+    EARLY: gl.constexpr = FULL if DESCENDS else PARTIAL
+    LATE: gl.constexpr = PARTIAL if DESCENDS else FULL
+    total = lanes[0] * table[2]
+    tile = gl.program_id(0)
+    at = 0
+    turn = 0
+    while tile < total:
+        column = column_of(tile, lanes, table, steps)
+        for repeat in range(steps[2]):
+            batch, head, pair, line = row_of(repeat, column, table, steps)
+            mine = ((batch * table[3] + head * table[4]) * table[2] + column[2]) * steps[3]
+            tile_0 = pair * steps[3]
+            at = look_at_spans(COUNTS, TURNS + mine, turn_ready, line, table[1], tile_0, at, EARLY, THREADS, DESCENDS)
+            at = look_at_spans(COUNTS, TURNS + mine, turn_ready, line, table[1], tile_0, at, LATE, THREADS, DESCENDS)
+        tile = told(hand_over, turn, total, 1, PERSISTS)
+        if PERSISTS:
+            barrier_arrive(COLUMN_FREE + (turn & 1), THREADS)
+        turn += 1
 
 
 # ---------------------------------------------------------------- scores
@@ -236,27 +354,30 @@ def add_part(TO, part):
 
 
 @gluon.jit
-def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-         V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
+         V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
+         THREADS: gl.constexpr):
     """One tile of queries: scores and gradients of probabilities, then dv, this warpgroup's part of dq, and dk."""
     S: gl.constexpr = sums_of(BLOCK_M)
     PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
     k_tiles, v_tiles, _, _ = own
     q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
-    d_scores, DQ_SUMS, tile = shared
+    d_scores, DQ_SUMS, COUNTS, turn_ready, slot, tile = shared
     buffer, phase = buffer_of(at)
     turn = 2 * buffer
     q = q_buffers.index(buffer).reshape([BLOCK_M, QK_PAD])
     d_out = d_out_buffers.index(buffer).reshape([BLOCK_M, V_PAD])
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, S)
     mbarrier.wait(q_ready.index(buffer), phase)
-    here = nothing(at)
+    here = nothing(at) + 2 * slot
     keys = k_tiles.index(here + GROUP).reshape([KEYS, QK_PAD])
     scores = warpgroup_mma(keys, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(d_out_ready.index(buffer), phase)
     values = v_tiles.index(here + GROUP).reshape([KEYS, V_PAD])
     d_probs = warpgroup_mma(values, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if TURNS == 1:
+        count_up(COUNTS + last)
     seen = caps
     if SEEN is not None:  # captured values that are the same for every key, read while the scores are being multiplied
         columns = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, S)), 0)
@@ -291,27 +412,35 @@ def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.con
     dk = warpgroup_mma(grad, q, dk, is_async=True)
     if WANT_DQ:
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        if TURNS > 0:
+            mbarrier.wait(turn_ready.index(buffer), phase)
         add_part(DQ_SUMS + ((tile + block).to(gl.int64) * 2 + GROUP) * (64 * PART), dq)
         dk = warpgroup_mma_wait(0, deps=[dk])
+        if TURNS > 0:
+            last = tile + block
+        if TURNS == 2:
+            count_up(COUNTS + last)
     else:
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-    barrier_arrive(TILE_FREE + buffer, EVERYBODY)
-    return dk, dv
+    barrier_arrive(TILE_FREE + buffer, THREADS)
+    return dk, dv, last
 
 
 @gluon.jit
-def sweep(dk, dv, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+def sweep(dk, dv, last, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
           SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
+          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
+          THREADS: gl.constexpr, DESCENDS: gl.constexpr):
     """Every tile of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
-        for block in range(start, stop):
-            dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SEEN,
-                          SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
+        for n in range(start, stop):
+            block = start + stop - 1 - n if DESCENDS else n
+            dk, dv, last = step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SEEN,
+                                SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS)  # fmt: skip
             at += 1
-    return dk, dv, at
+    return dk, dv, last, at
 
 
 @gluon.jit
@@ -324,85 +453,121 @@ def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
 
 
 @gluon.jit
-def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, column, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
+def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
             MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-            V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
-    """One warpgroup: 64 keys, from their first queries to dk and dv. Where there are no queries those are 0."""
-    _, v_tiles, k_ready, v_ready = own
-    kv_batch, kv_head, _, first = column
-    first += GROUP * KEYS
-    kv_idx = gl.expand_dims(first + gl.arange(0, KEYS, gl.SliceLayout(1, sums_of(BLOCK_M))), 1)
-    dk = gl.zeros([KEYS, QK_PAD], gl.float32, sums_of(QK_PAD))
-    dv = gl.zeros([KEYS, V_PAD], gl.float32, sums_of(V_PAD))
-    mbarrier.wait(k_ready, 0)
-    mbarrier.wait(v_ready, 0)
+            V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
+            THREADS: gl.constexpr, PERSISTS: gl.constexpr, DESCENDS: gl.constexpr):
+    """One warpgroup: 64 keys of each column, from their first queries to dk and dv. Where there are no queries those are 0."""
+    EARLY: gl.constexpr = FULL if DESCENDS else PARTIAL
+    LATE: gl.constexpr = PARTIAL if DESCENDS else FULL
+    v_tiles, k_ready, v_ready = own[1], own[2], own[3]
+    total = lanes[0] * table[2]
+    tile = gl.program_id(0)
     at = 0
-    for repeat in range(steps[2]):
-        batch, head, pair, line = row_of(repeat, column, table, steps)
-        known = caps
-        if KNOWN is not None:  # captured values that are the same for every query
-            known = KNOWN(batch, head, kv_idx, caps)
-        place = (batch, head, kv_idx, known)
-        shared = (sums[0], sums[1], pair * steps[3])
-        dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD,
-                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
-        dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, FULL, SCORE_MOD, MASK_MOD,
-                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
-    tile = v_tiles.index(GROUP)  # only this warpgroup reads it
-    write(DV, dv, tile, kv_batch, kv_head, first, V_PAD)
-    together()
-    write(DK, dk * sizes[2], tile, kv_batch, kv_head, first, QK_PAD)
+    turn = 0
+    while tile < total:
+        column = column_of(tile, lanes, table, steps)
+        kv_batch, kv_head, _, first = column
+        slot, phase = buffer_of(turn)
+        first += GROUP * KEYS
+        kv_idx = gl.expand_dims(first + gl.arange(0, KEYS, gl.SliceLayout(1, sums_of(BLOCK_M))), 1)
+        dk = gl.zeros([KEYS, QK_PAD], gl.float32, sums_of(QK_PAD))
+        dv = gl.zeros([KEYS, V_PAD], gl.float32, sums_of(V_PAD))
+        last = lanes[0] * steps[2] * steps[3]  # nobody's count
+        mbarrier.wait(k_ready.index(slot), phase)
+        mbarrier.wait(v_ready.index(slot), phase)
+        for repeat in range(steps[2]):
+            batch, head, pair, line = row_of(repeat, column, table, steps)
+            known = caps
+            if KNOWN is not None:  # captured values that are the same for every query
+                known = KNOWN(batch, head, kv_idx, caps)
+            place = (batch, head, kv_idx, known)
+            shared = (sums[0], sums[1], sums[2], sums[3], slot, pair * steps[3])
+            dk, dv, last, at = sweep(dk, dv, last, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, EARLY, SCORE_MOD,
+                                     MASK_MOD, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS,
+                                     DESCENDS)  # fmt: skip
+            dk, dv, last, at = sweep(dk, dv, last, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, LATE, SCORE_MOD,
+                                     MASK_MOD, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS,
+                                     DESCENDS)  # fmt: skip
+        result = v_tiles.index(2 * slot + GROUP)  # only this warpgroup reads it
+        write(DV, dv, result, kv_batch, kv_head, first, V_PAD)
+        together()
+        if TURNS == 1:
+            count_up(sums[2] + last)
+        write(DK, dk * sizes[2], result, kv_batch, kv_head, first, QK_PAD)
+        tile = told(hand_over, turn, total, 4, PERSISTS)
+        if PERSISTS:
+            together()
+            barrier_arrive(COLUMN_FREE + slot, THREADS)
+            turn += 1
 
 
 @gluon.jit
-def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTRA, caps, scale, q_heads, group, repeats, q_len,
-                              kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: gl.constexpr,
-                              MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr,
-                              QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr,
-                              WANT_DQ: gl.constexpr):
-    """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs.
+def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, COUNTS, TURNS, COUNTER, DK, DV, ROWS, EXTRA, caps, scale, q_heads,
+                              group, repeats, q_len, kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle,
+                              SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr,
+                              SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
+                              FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, IN_TURNS: gl.constexpr, PERSISTS: gl.constexpr,
+                              DESCENDS: gl.constexpr):
+    """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs, or where PERSISTS
+    as many as run at once.
 
     STATS [2, query pairs * q_tiles * BLOCK_M]: log-sums and deltas of rows. DQ_SUMS, 0 before: for each (batch, query head) pair and
-    tile of queries, the parts of both warpgroups in the order of registers."""
+    tile of queries, the parts of both warpgroups in the order of registers. IN_TURNS: columns add to a tile in the order of the
+    table's lines; COUNTS, 0 before, says how many warps have, and TURNS [lines, q_tiles] how many columns come before one."""
     gl.static_assert(QK_PAD == V_PAD, "dk is written by way of the values' tile")
-    pair, rank = tiles.locate(gl.program_id(0), pairs, lines, swizzle)
-    kv_heads = q_heads // group
-    kv_batch = pair // kv_heads
-    kv_head = pair % kv_heads
-    line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
-    first = gl.load(line) * (2 * KEYS)
-    k_tiles = gl.allocate_shared_memory(K.dtype, [2, 1, 1, KEYS, QK_PAD], K.layout)
-    v_tiles = gl.allocate_shared_memory(V.dtype, [2, 1, 1, KEYS, V_PAD], V.layout)
+    SLOTS: gl.constexpr = 2 if PERSISTS else 1
+    THREADS: gl.constexpr = 320 if IN_TURNS else 288
+    k_tiles = gl.allocate_shared_memory(K.dtype, [2 * SLOTS, 1, 1, KEYS, QK_PAD], K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [2 * SLOTS, 1, 1, KEYS, V_PAD], V.layout)
     q_buffers = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, BLOCK_M, QK_PAD], Q.layout)
     d_out_buffers = gl.allocate_shared_memory(D_OUT.dtype, [2, 1, 1, BLOCK_M, V_PAD], D_OUT.layout)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
     d_scores = gl.allocate_shared_memory(Q.dtype, [4 if WANT_DQ else 1, KEYS, BLOCK_M], D_SCORES)
-    k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     d_out_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_ready, count=1)
-    mbarrier.init(v_ready, count=1)
+    next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
+        mbarrier.init(k_ready.index(buffer), count=1)
+        mbarrier.init(v_ready.index(buffer), count=1)
         mbarrier.init(q_ready.index(buffer), count=1)
         mbarrier.init(d_out_ready.index(buffer), count=1)
+        mbarrier.init(next_ready.index(buffer), count=1)
+        mbarrier.init(turn_ready.index(buffer), count=1)
     fence_async_shared()
     own = (k_tiles, v_tiles, k_ready, v_ready)
     ring = (q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready)
-    sums = (d_scores, DQ_SUMS)
-    column = (kv_batch, kv_head, rank, first)
+    sums = (d_scores, DQ_SUMS, COUNTS, turn_ready)
+    hand_over = (next_tile, next_ready)
+    lanes = (pairs, swizzle)
     table = (ROWS, EXTRA, lines, batch_step, head_step)
     steps = (q_heads, group, repeats, q_tiles)
     sizes = (q_len, kv_len, scale)
-    gl.warp_specialize([
-        (consume, (0, DK, DV, own, ring, sums, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
-        (consume, (1, DK, DV, own, ring, sums, column, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
-                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)),
-        (produce, (Q, K, V, D_OUT, STATS, own, ring, column, table, steps, BLOCK_M)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    if IN_TURNS:
+        gl.warp_specialize([
+            (consume, (0, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+            (consume, (1, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+            (produce, (Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M, THREADS, PERSISTS,
+                       DESCENDS)),
+            (look, (COUNTS, TURNS, turn_ready, hand_over, lanes, table, steps, THREADS, PERSISTS, DESCENDS)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+            (consume, (1, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+            (produce, (Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M, THREADS, PERSISTS,
+                       DESCENDS)),
+        ], [4, 1], [240, 24])  # fmt: skip
 
 
 # ---------------------------------------------------------------- the post-pass
