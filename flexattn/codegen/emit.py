@@ -218,6 +218,7 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
 def _hopper_backward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _by_column(arguments)
+    arguments.result("DQ", spec.qk_dim, "dq_strides")
     arguments.plain(DQ_SUMS="*fp32", COUNTS="*i32", TURNS="*i32", COUNTER="*i32")
     arguments.aligned.append(("DQ_SUMS", None, 16))
     return arguments.types, arguments.aligned
@@ -254,7 +255,7 @@ def _hopper_key_gradients_signature(spec: KernelSpec) -> tuple[Signature, list[t
     arguments = _Arguments(spec)
     _by_column(arguments)
     if _is_fused_without_dq(spec):
-        arguments.plain(DQ_SUMS="i32", COUNTS="i32", TURNS="i32", COUNTER="i32")
+        arguments.plain(DQ_SUMS="i32", DQ="i32", COUNTS="*i32", TURNS="*i32", COUNTER="i32", dq_strides=("i32",) * 4)
     return arguments.types, arguments.aligned
 
 
@@ -409,7 +410,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
         }  # fmt: skip
         if spec.kernel == "hopper_backward" or _is_fused_without_dq(spec):
             return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": spec.kernel == "hopper_backward",
-                    "IN_TURNS": spec.in_turns, "PERSISTS": spec.persists, "DESCENDS": spec.descends}  # fmt: skip
+                    "IN_TURNS": spec.in_turns, "PERSISTS": spec.persists, "DESCENDS": spec.descends,
+                    "QK_DIM": spec.qk_dim}  # fmt: skip
         if spec.kernel == "hopper_key_gradients":
             return {**values, "QK_USED": qk_used, "BLOCK_M": spec.config.BLOCK_M}
         v_buffers = 2 if v_pad <= 128 else 1  # what there is room for

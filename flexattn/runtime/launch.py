@@ -411,7 +411,7 @@ FORM: tuple[int, bool, bool] = (0, False, False)  # in_turns, persists, descends
 _TURNS: dict[Any, tuple[Any, ...]] = {}
 
 
-def turns_of(table: dict[str, Any], q_tiles: int) -> dict[str, Any]:
+def turns_of(table: dict[str, Any], q_tiles: int, q_len: int) -> tuple[dict[str, Any], bool]:
     """A table by column with its lines in the order of keys, and how many lines before each walk a tile of queries too: int32
     [masks, lines, q_tiles]. Reads the table back; kept by its address."""
     rows, extra = table["ROWS"], table["EXTRA"]
@@ -428,10 +428,13 @@ def turns_of(table: dict[str, Any], q_tiles: int) -> dict[str, Any]:
                         at = 2 * (line[9 + kind] + span - 1)
                         start, stop = line[5 + 2 * kind : 7 + 2 * kind] if span == 0 else spans[at : at + 2]
                         walks[m, n, start:stop] = 1
-        turns = (walks.cumsum(1) - walks).to(torch.int32).to(rows.device).contiguous()
-        _TURNS[key] = (rows, natural, turns)
-    _, natural, turns = _TURNS[key]
-    return {**table, "ROWS": natural, "TURNS": turns}
+        before = walks.cumsum(1)
+        codes = 2 * (before - walks) + ((before == walks.sum(1, keepdim=True)) & (walks == 1))
+        turns = codes.to(torch.int32).to(rows.device).contiguous()
+        covers = bool((walks.sum(1)[:, : -(-q_len * q_tiles // _whole_rows(q_len))] > 0).all())
+        _TURNS[key] = (rows, natural, turns, covers)
+    _, natural, turns, covers = _TURNS[key]
+    return {**table, "ROWS": natural, "TURNS": turns}, covers
 
 
 def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
@@ -442,27 +445,34 @@ def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tup
     """
     q, k, v = problem.q, problem.k, problem.v
     rows = q.shape[0] * q.shape[1] * _whole_rows(q.shape[2])
-    k_order, v_order = _unit_order(k), _unit_order(v)
+    q_order, k_order, v_order = _unit_order(q), _unit_order(k), _unit_order(v)
 
     def start(ready: Ready) -> tuple[Tensor, Tensor, Tensor]:
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
-        sums = torch.zeros(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
+        finishes = ready.spec.in_turns == 3
+        make = torch.empty if finishes else torch.zeros
+        sums = make(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
+        dq = torch.empty_permuted(q.shape, q_order, dtype=q.dtype, device=q.device) if finishes else q
         table = _table(problem, ready)
-        results = {"DK": dk, "DV": dv, "DQ_SUMS": sums, "COUNTER": devices.counters_of(q.device)}
+        results = {"DK": dk, "DV": dv, "DQ": dq, "DQ_SUMS": sums, "COUNTER": devices.counters_of(q.device)}
         if ready.spec.in_turns:
-            table = turns_of(table, _whole_rows(q.shape[2]) // ready.spec.config.BLOCK_M)
+            table, covers = turns_of(table, _whole_rows(q.shape[2]) // ready.spec.config.BLOCK_M, q.shape[2])
+            if finishes and not covers:
+                dq.zero_()
             tiles = rows // ready.spec.config.BLOCK_M
             table["COUNTS"] = torch.zeros(tiles + 1, dtype=torch.int32, device=q.device)
         else:
             table["COUNTS"] = table["TURNS"] = table["ROWS"]
         ready.launch({**common.arguments, **table, **results}, device=q.device)
-        return _dq_of(sums, problem, plan, ready.spec), dk, dv
+        return dq if finishes else _dq_of(sums, problem, plan, ready.spec), dk, dv
 
-    fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1])}
+    fixed = lambda: {
+        "repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "dq_strides": dense_strides(tuple(q.shape), q_order),
+    }  # fmt: skip
     result: tuple[Tensor, Tensor, Tensor]
     wants = dict(zip(("in_turns", "persists", "descends"), FORM))
-    result = _run(problem, plan, "hopper_backward", start, fixed, (k_order, v_order), common=common, **wants)
+    result = _run(problem, plan, "hopper_backward", start, fixed, (q_order, k_order, v_order), common=common, **wants)
     return result
 
 
@@ -485,7 +495,9 @@ def run_apart(
     def start_key(ready: Ready) -> tuple[Tensor, Tensor]:
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
-        ready.launch({**common.arguments, **_table(problem, ready), "DK": dk, "DV": dv}, device=q.device)
+        table = _table(problem, ready)
+        unused = {"COUNTS": table["ROWS"], "TURNS": table["ROWS"]}
+        ready.launch({**common.arguments, **table, **unused, "DK": dk, "DV": dv}, device=q.device)
         return dk, dv
 
     dq = dk = dv = None
@@ -494,7 +506,7 @@ def run_apart(
         fixed: Callable[[], dict[str, Any]] = lambda: {"row_step": common.row_step}
         dq = _run(problem, plan, of_query, start_query, fixed, (_unit_order(q), common.row_step), common=common)
     if needs[1] or needs[2]:
-        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0, "COUNTS": 0, "TURNS": 0, "COUNTER": 0}
+        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0, "DQ": 0, "dq_strides": (0,) * 4, "COUNTER": 0}
         dk, dv = _run(problem, plan, of_keys, start_key, fixed, (k_order, v_order), common=common)
     return dq, dk if needs[1] else None, dv if needs[2] else None
 

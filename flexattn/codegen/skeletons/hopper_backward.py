@@ -234,7 +234,7 @@ def look_at_spans(COUNTS, TURNS, turn_ready, line, EXTRA, tile, at, KIND: gl.con
             before = gl.load(TURNS + block)
             if at >= 2:
                 barrier_wait(TILE_FREE + buffer, THREADS)
-            wait_until(COUNTS + (tile + block), before * 8)
+            wait_until(COUNTS + (tile + block), (before // 2) * 8)
             mbarrier.arrive(turn_ready.index(buffer), count=1)
             at += 1
     return at
@@ -354,16 +354,72 @@ def add_part(TO, part):
 
 
 @gluon.jit
+def quads(part):
+    """A product [64, columns] as registers hold it, four numbers of a row and of the one eight rows further: upper even and odd, lower
+    even and odd columns, [4 warps, 8 rows, pairs of columns]; where each lies, in that layout."""
+    COLUMNS: gl.constexpr = part.shape[1]
+    even, odd = gl.split(gl.reshape(part, [64, COLUMNS // 2, 2]))
+    upper_even, lower_even = gl.split(gl.permute(gl.reshape(even, [4, 2, 8, COLUMNS // 2]), (0, 2, 3, 1)))
+    upper_odd, lower_odd = gl.split(gl.permute(gl.reshape(odd, [4, 2, 8, COLUMNS // 2]), (0, 2, 3, 1)))
+    L: gl.constexpr = upper_even.type.layout
+    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L))), 1), 2)
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0), 2)
+    pair = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    return (upper_even, upper_odd, lower_even, lower_odd), (warp, row, pair)
+
+
+@gluon.jit
+def hand_on(TO, part, code):
+    """The first column's part becomes the sums, those of others are added to them, but for the last one's."""
+    values, place = quads(part)
+    warp, row, pair = place
+    at = TO + ((pair // 4) * 512 + warp * 128 + row * 16 + (pair % 4) * 4)
+    text: gl.constexpr = (
+        "{ .reg .pred f, m; .reg .b32 l; and.b32 l, $6, 1; setp.eq.u32 m, l, 0; setp.eq.u32 f, $6, 0; "
+        "@f st.relaxed.gpu.global.v4.f32 [$1], {$2, $3, $4, $5}; setp.ne.and.u32 f, $6, 0, m; "
+        "@f red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }"
+    )
+    operands = [at.to(gl.int64), values[0], values[1], values[2], values[3], code]
+    gl.inline_asm_elementwise(text, "=r,l,f,f,f,f,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def finish(FROM, DQ, row_step, rows, part, code, scale, GROUP: gl.constexpr, QK_DIM: gl.constexpr, QK_PAD: gl.constexpr,
+           BLOCK_M: gl.constexpr):
+    """The last column's part and the sums of all others are dq; `rows` of it there are from the tile's first row on."""
+    values, place = quads(part)
+    warp, row, pair = place
+    at = FROM + ((pair // 4) * 512 + warp * 128 + row * 16 + (pair % 4) * 4)
+    text: gl.constexpr = (
+        "{ .reg .pred p; setp.gt.u32 p, $5, 1; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; "
+        "mov.f32 $3, 0f00000000; @p ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+    )
+    types: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
+    sums = gl.inline_asm_elementwise(text, "=f,=f,=f,=f,l,r", [at.to(gl.int64), code], dtype=types, is_pure=False, pack=1)
+    first_row = GROUP * 64 if BLOCK_M == 128 else 0
+    column = 2 * pair + (GROUP * (QK_PAD // 2) if BLOCK_M == 64 else 0)
+    kind: gl.constexpr = "bf16x2" if DQ.dtype.element_ty == gl.bfloat16 else "f16x2"
+    rounding: gl.constexpr = "cvt.rn." + kind + ".f32 $0, $2, $1;"
+    for half in gl.static_range(2):
+        even = (sums[2 * half] + values[2 * half]) * scale
+        odd = (sums[2 * half + 1] + values[2 * half + 1]) * scale
+        both = gl.inline_asm_elementwise(rounding, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+        line = first_row + warp * 16 + half * 8 + row
+        to = (DQ + (line * row_step + column)).to(gl.pointer_type(gl.int32), bitcast=True)
+        gl.store(to, both, mask=(line < rows) & (column < QK_DIM))
+
+
+@gluon.jit
 def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
-         THREADS: gl.constexpr):
+         THREADS: gl.constexpr, QK_DIM: gl.constexpr):
     """One tile of queries: scores and gradients of probabilities, then dv, this warpgroup's part of dq, and dk."""
     S: gl.constexpr = sums_of(BLOCK_M)
     PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
     k_tiles, v_tiles, _, _ = own
     q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
-    d_scores, DQ_SUMS, COUNTS, turn_ready, slot, tile = shared
+    d_scores, DQ_SUMS, COUNTS, turn_ready, slot, tile, CODES, DQ, row_step = shared
     buffer, phase = buffer_of(at)
     turn = 2 * buffer
     q = q_buffers.index(buffer).reshape([BLOCK_M, QK_PAD])
@@ -376,8 +432,10 @@ def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: 
     mbarrier.wait(d_out_ready.index(buffer), phase)
     values = v_tiles.index(here + GROUP).reshape([KEYS, V_PAD])
     d_probs = warpgroup_mma(values, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if TURNS == 1:
+    if TURNS == 1 or TURNS == 3:
         count_up(COUNTS + last)
+    if TURNS == 3:
+        code = gl.load(CODES + block)
     seen = caps
     if SEEN is not None:  # captured values that are the same for every key, read while the scores are being multiplied
         columns = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, S)), 0)
@@ -414,8 +472,16 @@ def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: 
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
         if TURNS > 0:
             mbarrier.wait(turn_ready.index(buffer), phase)
-        add_part(DQ_SUMS + ((tile + block).to(gl.int64) * 2 + GROUP) * (64 * PART), dq)
+        MINE = DQ_SUMS + ((tile + block).to(gl.int64) * 2 + GROUP) * (64 * PART)
+        if TURNS == 3:
+            hand_on(MINE, dq, code)
+        else:
+            add_part(MINE, dq)
         dk = warpgroup_mma_wait(0, deps=[dk])
+        if TURNS == 3:
+            if code % 2 == 1:
+                TO = DQ + (block * BLOCK_M).to(gl.int64) * row_step
+                finish(MINE, TO, row_step, sizes[0] - block * BLOCK_M, dq, code, sizes[2], GROUP, QK_DIM, QK_PAD, BLOCK_M)
         if TURNS > 0:
             last = tile + block
         if TURNS == 2:
@@ -430,7 +496,7 @@ def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: 
 def sweep(dk, dv, last, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
           SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
           V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
-          THREADS: gl.constexpr, DESCENDS: gl.constexpr):
+          THREADS: gl.constexpr, DESCENDS: gl.constexpr, QK_DIM: gl.constexpr):
     """Every tile of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
@@ -438,7 +504,7 @@ def sweep(dk, dv, last, at, line, EXTRA, own, ring, shared, place, sizes, caps, 
         for n in range(start, stop):
             block = start + stop - 1 - n if DESCENDS else n
             dk, dv, last = step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SEEN,
-                                SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS)  # fmt: skip
+                                SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS, QK_DIM)  # fmt: skip
             at += 1
     return dk, dv, last, at
 
@@ -456,7 +522,7 @@ def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
 def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
             MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
             V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
-            THREADS: gl.constexpr, PERSISTS: gl.constexpr, DESCENDS: gl.constexpr):
+            THREADS: gl.constexpr, PERSISTS: gl.constexpr, DESCENDS: gl.constexpr, QK_DIM: gl.constexpr):
     """One warpgroup: 64 keys of each column, from their first queries to dk and dv. Where there are no queries those are 0."""
     EARLY: gl.constexpr = FULL if DESCENDS else PARTIAL
     LATE: gl.constexpr = PARTIAL if DESCENDS else FULL
@@ -482,17 +548,24 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, hand_over, lanes, tabl
             if KNOWN is not None:  # captured values that are the same for every query
                 known = KNOWN(batch, head, kv_idx, caps)
             place = (batch, head, kv_idx, known)
-            shared = (sums[0], sums[1], sums[2], sums[3], slot, pair * steps[3])
+            line_at = (batch * table[3] + head * table[4]) * table[2] + column[2]
+            CODES = sums[4] + line_at * steps[3]
+            DQ = sums[5]
+            row_step = 0
+            if TURNS == 3:
+                DQ = DQ + (batch.to(gl.int64) * sums[6][0] + head.to(gl.int64) * sums[6][1])
+                row_step = sums[6][2]
+            shared = (sums[0], sums[1], sums[2], sums[3], slot, pair * steps[3], CODES, DQ, row_step)
             dk, dv, last, at = sweep(dk, dv, last, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, EARLY, SCORE_MOD,
                                      MASK_MOD, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS,
-                                     DESCENDS)  # fmt: skip
+                                     DESCENDS, QK_DIM)  # fmt: skip
             dk, dv, last, at = sweep(dk, dv, last, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, LATE, SCORE_MOD,
                                      MASK_MOD, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS,
-                                     DESCENDS)  # fmt: skip
+                                     DESCENDS, QK_DIM)  # fmt: skip
         result = v_tiles.index(2 * slot + GROUP)  # only this warpgroup reads it
         write(DV, dv, result, kv_batch, kv_head, first, V_PAD)
         together()
-        if TURNS == 1:
+        if TURNS == 1 or TURNS == 3:
             count_up(sums[2] + last)
         write(DK, dk * sizes[2], result, kv_batch, kv_head, first, QK_PAD)
         tile = told(hand_over, turn, total, 4, PERSISTS)
@@ -503,12 +576,12 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, hand_over, lanes, tabl
 
 
 @gluon.jit
-def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, COUNTS, TURNS, COUNTER, DK, DV, ROWS, EXTRA, caps, scale, q_heads,
-                              group, repeats, q_len, kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle,
+def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DQ, dq_strides, COUNTS, TURNS, COUNTER, DK, DV, ROWS, EXTRA, caps,
+                              scale, q_heads, group, repeats, q_len, kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle,
                               SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr,
                               SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
                               FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, IN_TURNS: gl.constexpr, PERSISTS: gl.constexpr,
-                              DESCENDS: gl.constexpr):
+                              DESCENDS: gl.constexpr, QK_DIM: gl.constexpr):
     """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs, or where PERSISTS
     as many as run at once.
 
@@ -543,7 +616,7 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, COUNTS, TURNS, COU
     fence_async_shared()
     own = (k_tiles, v_tiles, k_ready, v_ready)
     ring = (q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready)
-    sums = (d_scores, DQ_SUMS, COUNTS, turn_ready)
+    sums = (d_scores, DQ_SUMS, COUNTS, turn_ready, TURNS, DQ, dq_strides)
     hand_over = (next_tile, next_ready)
     lanes = (pairs, swizzle)
     table = (ROWS, EXTRA, lines, batch_step, head_step)
@@ -552,9 +625,11 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, COUNTS, TURNS, COU
     if IN_TURNS:
         gl.warp_specialize([
             (consume, (0, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
+                       QK_DIM)),
             (consume, (1, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
+                       QK_DIM)),
             (produce, (Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M, THREADS, PERSISTS,
                        DESCENDS)),
             (look, (COUNTS, TURNS, turn_ready, hand_over, lanes, table, steps, THREADS, PERSISTS, DESCENDS)),
@@ -562,9 +637,11 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, COUNTS, TURNS, COU
     else:
         gl.warp_specialize([
             (consume, (0, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
+                       QK_DIM)),
             (consume, (1, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS)),
+                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
+                       QK_DIM)),
             (produce, (Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M, THREADS, PERSISTS,
                        DESCENDS)),
         ], [4, 1], [240, 24])  # fmt: skip
