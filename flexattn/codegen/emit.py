@@ -302,7 +302,8 @@ def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int |
     arguments = _Arguments(spec)
     arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.tensor("D_OUT", spec.layouts[3], "d_out_strides")
-    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", row_step="i32", **_GRID)
+    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", SUMS="*fp32", row_step="i32", **_GRID)
+    arguments.aligned.append(("SUMS", None, 16))
     return arguments.types, arguments.aligned
 
 
@@ -394,13 +395,13 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     q, k, v, d_out = spec.described
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
-                "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
+                "IS_D_OUT_DESCRIBED": d_out, "CLEARS": spec.clears}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     if spec.kernel == "merge":
         return {"V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M,
                 "WANT_MAX": spec.want_max, "IS_CHAINED": spec.is_chained}  # fmt: skip
     if spec.kernel == "hopper_dq":
-        return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
+        return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M, "REVERSED": spec.clears > 0}
     part = qk_pad * 3 // 4  # whole columns of 64, or half a one
     qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
     if spec.is_gluon and spec.kernel != "hopper_forward":

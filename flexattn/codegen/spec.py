@@ -108,7 +108,12 @@ class KernelSpec:
     want_dk: bool = True
     want_dv: bool = True
     has_d_lse: bool = False
-    in_turns: int = 0  # of the fused backward: columns add to dq in the order of the table's lines; 1 told a tile later, 2 at once
+    clears: int = (
+        0  # float32 sums of each row that the pre-pass clears; of the post-pass, not 0 where it goes from the end
+    )
+    in_turns: int = (
+        0  # of the fused backward: columns add to dq in the order of the table's lines; 1 told a tile later, 2 at once
+    )
     persists: bool = False  # of the fused backward: programs take columns until none is left
     descends: bool = False  # of the fused backward: from the last queries to the first
 

@@ -127,7 +127,8 @@ def backward(
             out = out.contiguous()
         while (kernels := backward_kernels(problem, plan, tensor_layout(d_out), needs)[0]) != PORTABLE:
             try:
-                common = run_delta(problem, plan, out, lse, d_out, d_lse, _whole_rows(out.shape[2]))
+                wants_sums = CLEARS and kernels == FUSED and FORM[0] != 3
+                common = run_delta(problem, plan, out, lse, d_out, d_lse, _whole_rows(out.shape[2]), wants_sums)
                 run = run_fused if kernels == FUSED else run_apart
                 results = run(problem, plan, common, needs)
                 return (*results, run_dq(problem, plan, common, False, need_captures)[1])
@@ -368,26 +369,31 @@ class Common(NamedTuple):
 
 
 def run_delta(
-    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, row_step: int | None = None
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, row_step: int | None = None,
+    wants_sums: bool = False,
 ) -> Common:  # fmt: skip
     """Runs the pre-pass; returns what the gradient kernels take from it: of each (batch, head) pair row_step rows, q_len or
     more."""
     row_step = lse.shape[2] if row_step is None else row_step
     stats = lse.new_empty(2, lse.shape[0] * lse.shape[1] * row_step)
-    launch = _delta_launch(plan, out, d_out, d_lse is not None, row_step)
+    clears = padded(problem.q.shape[3]) if wants_sums else 0
+    launch = _delta_launch(plan, out, d_out, d_lse is not None, row_step, clears)
+    sums = lse.new_empty(stats.shape[1] * clears // 128, 128) if clears else stats
     d_lse = lse if d_lse is None else d_lse.to(torch.float32).contiguous()
     terms = {"D_OUT": d_out, "ROW_LSE": stats[0], "DELTA": stats[1], "STATS": stats}
-    launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, **terms}, device=out.device)
+    launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, "SUMS": sums, **terms}, device=out.device)
+    if clears:
+        terms["DQ_SUMS"] = sums
     return Common({**_inputs(problem), **terms}, (_sizes(problem), _facts(d_out)), row_step)
 
 
-def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_step: int) -> Starts:
-    key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse, row_step)
+def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_step: int, clears: int) -> Starts:
+    key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse, row_step, clears)
     known: dict[Any, Starts] = plan.memo.setdefault("delta", {})
     launch = known.get(key)
     if launch is None:
         batch, heads, q_len, v_dim = out.shape
-        spec = _delta_spec(v_dim, out.dtype, tensor_layout(d_out), has_d_lse, out.device)
+        spec = replace(_delta_spec(v_dim, out.dtype, tensor_layout(d_out), has_d_lse, out.device), clears=clears)
         _, kernel = first_that_builds([spec], out.device)
         lines = -(-row_step // spec.config.BLOCK_M)
         fixed = {
@@ -407,17 +413,22 @@ def _delta_spec(
     )  # fmt: skip
 
 
+CLEARS = False
 FORM: tuple[int, bool, bool] = (0, False, False)  # in_turns, persists, descends
 _TURNS: dict[Any, tuple[Any, ...]] = {}
 
 
-def turns_of(table: dict[str, Any], q_tiles: int, q_len: int) -> tuple[dict[str, Any], bool]:
-    """A table by column with its lines in the order of keys, and how many lines before each walk a tile of queries too: int32
-    [masks, lines, q_tiles]. Reads the table back; kept by its address."""
+def turns_of(table: dict[str, Any], q_tiles: int, q_len: int, descends: bool) -> tuple[dict[str, Any], bool]:
+    """A table by column with its lines in the order of keys, and of each line and tile of queries twice how many lines before it walk
+    the tile too, one more where none behind it does: int32 [masks, lines, q_tiles]; whether every tile is walked.
+
+    Where columns walk from the last queries to the first, the first keys come first, and else the last ones: under a causal mask a
+    column then follows the one before it at a tile's distance, and the other way round it would wait for all of it.
+    Reads the table back; kept by its address."""
     rows, extra = table["ROWS"], table["EXTRA"]
-    key = (rows.data_ptr(), rows._version, rows.shape, q_tiles)
+    key = (rows.data_ptr(), rows._version, rows.shape, q_tiles, descends)
     if key not in _TURNS:
-        order = rows[:, :, 0].argsort(1)
+        order = rows[:, :, 0].argsort(1, descending=not descends)
         natural = rows.gather(1, order[:, :, None].expand(rows.shape)).contiguous()
         walks = torch.zeros(*natural.shape[:2], q_tiles, dtype=torch.int32)
         spans = extra.reshape(-1).tolist()
@@ -451,13 +462,17 @@ def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tup
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
         finishes = ready.spec.in_turns == 3
-        make = torch.empty if finishes else torch.zeros
-        sums = make(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
+        sums = common.arguments.get("DQ_SUMS")
+        if sums is None:
+            make = torch.empty if finishes else torch.zeros
+            sums = make(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
         dq = torch.empty_permuted(q.shape, q_order, dtype=q.dtype, device=q.device) if finishes else q
         table = _table(problem, ready)
         results = {"DK": dk, "DV": dv, "DQ": dq, "DQ_SUMS": sums, "COUNTER": devices.counters_of(q.device)}
         if ready.spec.in_turns:
-            table, covers = turns_of(table, _whole_rows(q.shape[2]) // ready.spec.config.BLOCK_M, q.shape[2])
+            table, covers = turns_of(
+                table, _whole_rows(q.shape[2]) // ready.spec.config.BLOCK_M, q.shape[2], ready.spec.descends
+            )
             if finishes and not covers:
                 dq.zero_()
             tiles = rows // ready.spec.config.BLOCK_M
@@ -465,7 +480,8 @@ def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tup
         else:
             table["COUNTS"] = table["TURNS"] = table["ROWS"]
         ready.launch({**common.arguments, **table, **results}, device=q.device)
-        return dq if finishes else _dq_of(sums, problem, plan, ready.spec), dk, dv
+        clears = int("DQ_SUMS" in common.arguments)
+        return dq if finishes else _dq_of(sums, problem, plan, replace(ready.spec, clears=clears)), dk, dv
 
     fixed = lambda: {
         "repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "dq_strides": dense_strides(tuple(q.shape), q_order),
@@ -506,7 +522,14 @@ def run_apart(
         fixed: Callable[[], dict[str, Any]] = lambda: {"row_step": common.row_step}
         dq = _run(problem, plan, of_query, start_query, fixed, (_unit_order(q), common.row_step), common=common)
     if needs[1] or needs[2]:
-        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0, "DQ": 0, "dq_strides": (0,) * 4, "COUNTER": 0}
+        repeats = q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1])
+        fixed = lambda: {
+            "repeats": repeats,
+            "DQ_SUMS": 0,
+            "DQ": 0,
+            "dq_strides": (0,) * 4,
+            "COUNTER": 0,
+        }  # no sums of dq
         dk, dv = _run(problem, plan, of_keys, start_key, fixed, (k_order, v_order), common=common)
     return dq, dk if needs[1] else None, dv if needs[2] else None
 
@@ -519,7 +542,7 @@ def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tens
     """dq from the fused backward's sums."""
     q = problem.q
     dq = torch.empty_permuted(q.shape, _unit_order(q), dtype=q.dtype, device=q.device)
-    key = (q.device.index, q.shape, dq.stride(), problem.scale, spec.config)
+    key = (q.device.index, q.shape, dq.stride(), problem.scale, spec.config, spec.clears)
     known: dict[Any, Starts] = plan.memo.setdefault("fused dq", {})
     launch = known.get(key)
     if launch is None:

@@ -650,12 +650,13 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DQ, dq_strides, CO
 # ---------------------------------------------------------------- the post-pass
 @triton.jit
 def hopper_dq_results(DQ_SUMS, DQ, dq_strides, scale, q_heads, q_len, pairs, lines, QK_DIM: tl.constexpr, QK_PAD: tl.constexpr,
-                      BLOCK_M: tl.constexpr):
+                      BLOCK_M: tl.constexpr, REVERSED: tl.constexpr):
     """dq of a tile of queries from its sums; grid: pairs * lines programs, `lines` tiles of each (batch, query head) pair."""
     SIZE: tl.constexpr = BLOCK_M * QK_PAD
-    pair = tl.program_id(0) // lines
-    tile = tl.program_id(0) % lines
-    sums = tl.load(DQ_SUMS + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE))
+    program = tl.num_programs(0) - 1 - tl.program_id(0) if REVERSED else tl.program_id(0)
+    pair = program // lines
+    tile = program % lines
+    sums = tl.load(DQ_SUMS + program.to(tl.int64) * SIZE + tl.arange(0, SIZE))
     # from the slowest: warpgroup, dim / 8, row / 16, row % 8, dim / 2 % 4, row / 8 % 2, dim % 2
     sums = tl.reshape(sums, [2, SIZE // 1024, 4, 8, 4, 2, 2])
     if BLOCK_M == 64:  # the warpgroup is the upper half of dims
