@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.codegen.decode_tiles import asked_together, formula_of, hull_of, is_by_head
-from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, query_buffers, role_rows
+from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, piece_rows, query_buffers, role_rows
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import decode_dims, padded, tile_dims
@@ -204,6 +204,8 @@ def _shared_layout(bits: int, rank: int, swizzle: int) -> str:
 def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _inputs(arguments)
+    if spec.page_size:
+        arguments.plain(PAGES="*i32", PAGE_STARTS="*i32", KV_LENGTHS="*i32", V_ENDS=arguments.types["V"])
     if role_rows(spec.config) == WARPGROUP_ROWS:
         v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
         layout = TensorLayout(spec.layouts[0].dtype, True, False)
@@ -326,7 +328,8 @@ def _inputs(arguments: _Arguments, names: tuple[str, ...] = ("Q", "K", "V")) -> 
     spec = arguments.spec
     (qk_pad, v_pad), config = tile_dims(spec.qk_dim, spec.v_dim, spec.target), spec.config
     q_rows = role_rows(spec.config) if spec.is_gluon else config.BLOCK_M
-    blocks = ((q_rows, qk_pad), (config.BLOCK_N, qk_pad), (config.BLOCK_N, v_pad), (config.BLOCK_M, v_pad))
+    k_rows = piece_rows(config, spec.page_size) if spec.is_gluon and spec.page_size else config.BLOCK_N
+    blocks = ((q_rows, qk_pad), (k_rows, qk_pad), (k_rows, v_pad), (config.BLOCK_M, v_pad))
     for name, layout, is_described, block in zip(names, spec.layouts, spec.described, blocks):
         arguments.tensor(name, layout, f"{name.lower()}_strides", block if is_described else None)
 
@@ -419,7 +422,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
             "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "QK_PAD": qk_pad, "QK_USED": qk_used,
             "V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
             "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
-            "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
+            "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max, "PAGE_SIZE": spec.page_size,
+            **({} if spec.page_size else dict.fromkeys(("PAGES", "PAGE_STARTS", "KV_LENGTHS", "V_ENDS"))),
         }  # fmt: skip
     values = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,
