@@ -205,7 +205,7 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
     arguments = _Arguments(spec)
     _inputs(arguments)
     if spec.page_size:
-        arguments.plain(PAGES="*i32", PAGE_STARTS="*i32", KV_LENGTHS="*i32", V_ENDS=arguments.types["V"])
+        arguments.plain(PAGES="*i32", PAGE_STARTS="*i32", KV_LENGTHS="*i32", V_CUT=arguments.types["V"])
     if role_rows(spec.config) == WARPGROUP_ROWS:
         v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
         layout = TensorLayout(spec.layouts[0].dtype, True, False)
@@ -423,7 +423,7 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
             "V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
             "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
             "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max, "PAGE_SIZE": spec.page_size,
-            **({} if spec.page_size else dict.fromkeys(("PAGES", "PAGE_STARTS", "KV_LENGTHS", "V_ENDS"))),
+            **({} if spec.page_size else dict.fromkeys(("PAGES", "PAGE_STARTS", "KV_LENGTHS", "V_CUT"))),
         }  # fmt: skip
     values = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,

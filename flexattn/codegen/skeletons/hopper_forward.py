@@ -216,14 +216,14 @@ def of_lane(values, lane):
 
 
 @gluon.jit
-def put(TENSOR, ENDS, buffers, ready, place, block, at, FREE: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr,
+def put(TENSOR, CUT, buffers, ready, place, block, at, FREE: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr,
         THREADS: gl.constexpr):
     """Copies a tile of keys or values to its buffer, once that is free. The second buffer of values is given free before it was ever
     filled: the very first step multiplies the values of no tile.
 
     In pages, a tile comes in pieces that each lie in one, whose numbers are on their way while the buffer is waited for. A piece that
-    the request's length cuts holds anything behind it, and a probability of 0 makes zeros of numbers only: of values it is
-    read from ENDS."""
+    the request's length cuts holds anything behind it, and a probability of 0 makes zeros of numbers only: of values it is read
+    from CUT."""
     buffer, _ = buffer_of(at)
     batch, head, numbers, length = place
     if PAGE_SIZE > 0:
@@ -240,18 +240,18 @@ def put(TENSOR, ENDS, buffers, ready, place, block, at, FREE: gl.constexpr, BLOC
             page = of_lane(pages, piece)
             row = 0 if PIECE == PAGE_SIZE else of_lane(rows, piece)
             mine = buffers.index(buffer).slice(piece * PIECE, PIECE, dim=2)
-            if ENDS is None:
+            if CUT is None:
                 copy_in(TENSOR, [page, head, row, 0], ready.index(buffer), mine)
             else:
                 kept = length - (block * BLOCK_N + piece * PIECE)
                 if (kept > 0) & (kept < PIECE):
-                    copy_in(ENDS, [batch, head, 0, 0], ready.index(buffer), mine)
+                    copy_in(CUT, [batch, head, 0, 0], ready.index(buffer), mine)
                 else:
                     copy_in(TENSOR, [page, head, row, 0], ready.index(buffer), mine)
 
 
 @gluon.jit
-def put_spans(K, V, ENDS, ring, line, EXTRA, places, at, older, last, began, KIND: gl.constexpr, BLOCK_N: gl.constexpr,
+def put_spans(K, V, CUT, ring, line, EXTRA, places, at, older, last, began, KIND: gl.constexpr, BLOCK_N: gl.constexpr,
               PAGE_SIZE: gl.constexpr, THREADS: gl.constexpr):
     """Copies all tiles of one kind, keys and values in the order of their release: values follow two tiles behind."""
     k_buffers, v_buffers, k_ready, v_ready = ring
@@ -261,7 +261,7 @@ def put_spans(K, V, ENDS, ring, line, EXTRA, places, at, older, last, began, KIN
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
             if at > began + 1:
-                put(V, ENDS, v_buffers, v_ready, v_place, older, at - 2, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
+                put(V, CUT, v_buffers, v_ready, v_place, older, at - 2, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
             put(K, None, k_buffers, k_ready, k_place, block, at, K_FREE, BLOCK_N, PAGE_SIZE, THREADS)
             older = last
             last = block
@@ -277,7 +277,7 @@ def produce(Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, 
     THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
     ROLES: gl.constexpr = q_tiles.shape[0] // Q_BUFFERS
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    PAGES, PAGE_STARTS, KV_LENGTHS, V_ENDS = paged
+    PAGES, PAGE_STARTS, KV_LENGTHS, V_CUT = paged
     k_buffers, v_buffers = buffers
     q_ready, k_ready, v_ready, next_ready = ready
     ring = (k_buffers, v_buffers, k_ready, v_ready)
@@ -307,17 +307,17 @@ def produce(Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, 
         last = 0
         places = (k_place, v_place)
         at, older, last = put_spans(
-            K, V, V_ENDS, ring, line, table[1], places, at, older, last, began, PARTIAL, BLOCK_N, PAGE_SIZE, THREADS
+            K, V, V_CUT, ring, line, table[1], places, at, older, last, began, PARTIAL, BLOCK_N, PAGE_SIZE, THREADS
         )
         at, older, last = put_spans(
-            K, V, V_ENDS, ring, line, table[1], places, at, older, last, began, FULL, BLOCK_N, PAGE_SIZE, THREADS
+            K, V, V_CUT, ring, line, table[1], places, at, older, last, began, FULL, BLOCK_N, PAGE_SIZE, THREADS
         )
         if at == began:  # a row without tiles
             put(K, None, k_buffers, k_ready, k_place, 0, at, K_FREE, BLOCK_N, PAGE_SIZE, THREADS)
             at += 1
         taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
         if at > began + 1:
-            put(V, V_ENDS, v_buffers, v_ready, v_place, older, at - 2, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
+            put(V, V_CUT, v_buffers, v_ready, v_place, older, at - 2, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
         if taken == total - 1:  # the last number anybody takes
             gl.store(COUNTER, 0)
         tile = gl.num_programs(0) + taken
@@ -326,7 +326,7 @@ def produce(Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, 
         mbarrier.arrive(next_ready.index(slot), count=1)
         batch, head, line = row_of(gl.minimum(tile, total - 1), table, steps)
         first = gl.load(line) * (WARPGROUPS * QUERIES)
-        put(V, V_ENDS, v_buffers, v_ready, v_place, last, at - 1, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
+        put(V, V_CUT, v_buffers, v_ready, v_place, last, at - 1, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
         turn += 1
 
 
@@ -780,14 +780,19 @@ def consume(group, results, memory, table, steps, caps, sizes,
 
 
 @gluon.jit
-def attention_forward_hopper(Q, K, V, PAGES, PAGE_STARTS, KV_LENGTHS, V_ENDS, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides, k_strides, v_strides, out_strides, caps,
-                             scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
+def attention_forward_hopper(Q, K, V, PAGES, PAGE_STARTS, KV_LENGTHS, V_CUT, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides,
+                             k_strides, v_strides, out_strides, caps, scale, q_heads, group, q_len, kv_len, pairs, lines,
+                             batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
                              SEEN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr,
                              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr,
                              IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
-    before, and 0 after."""
+    before, and 0 after.
+
+    PAGE_SIZE: 0 where keys and values are dense. Else K and V are pages [pages, heads, PAGE_SIZE, dim]; position p of batch entry b
+    lies in page PAGES[PAGE_STARTS[b] + p // PAGE_SIZE], those before KV_LENGTHS[b] count, and V_CUT [batch, heads, piece, dim] are
+    the values that length cuts a piece of, with zeros behind it."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
     ROLES: gl.constexpr = 1 if is_told(WARPGROUPS) else WARPGROUPS
     ROLE_ROWS: gl.constexpr = BLOCK_M // ROLES
@@ -818,14 +823,14 @@ def attention_forward_hopper(Q, K, V, PAGES, PAGE_STARTS, KV_LENGTHS, V_ENDS, OU
     steps = (q_heads, group)
     sizes = (q_len, kv_len, scale)
     strides = (k_strides[0], v_strides[0])
-    paged = (PAGES, PAGE_STARTS, KV_LENGTHS, V_ENDS)
+    paged = (PAGES, PAGE_STARTS, KV_LENGTHS, V_CUT)
     # registers of a thread: the copying and the looking warp 24, the others what is left
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (None, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
                        QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N,
-                       PAGE_SIZE)),
+            (produce, (Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS,
+                       BLOCK_N, PAGE_SIZE)),
             (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
@@ -837,6 +842,6 @@ def attention_forward_hopper(Q, K, V, PAGES, PAGE_STARTS, KV_LENGTHS, V_ENDS, OU
                        QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (2, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
                        QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N,
-                       PAGE_SIZE)),
+            (produce, (Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS,
+                       BLOCK_N, PAGE_SIZE)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
