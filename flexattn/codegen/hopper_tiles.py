@@ -141,9 +141,9 @@ def role_rows(config: TileConfig) -> int:
     return 2 * WARPGROUP_ROWS if config.BLOCK_M == 2 * WARPGROUP_ROWS else WARPGROUP_ROWS
 
 
-def piece_rows(config: TileConfig, page_size: int) -> int:
-    """Keys that are copied at once where they lie in pages: each tile and each page is cut into as few equal pieces as fit both."""
-    return math.gcd(config.BLOCK_N, page_size)
+def piece_rows(kv_tile: int, page_size: int) -> int:
+    """Keys that are copied at once where they lie in pages: tiles and pages are cut into as few equal pieces as fit both."""
+    return math.gcd(kv_tile, page_size)
 
 
 def _shared(config: TileConfig, dims: tuple[int, int], q_buffers: int = 1) -> int:

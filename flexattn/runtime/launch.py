@@ -45,6 +45,7 @@ from flexattn.runtime.choose import (
     unbuilt,
 )
 from flexattn.runtime.compile import Starts, build_ahead, first_that_builds, flat_arguments, keep_ready
+from flexattn.runtime.cut_values import cut_values
 from flexattn.runtime.options import must_be_deterministic
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
@@ -85,7 +86,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         if ready.spec.is_gluon:
             results["COUNTER"] = devices.counters_of(q.device)
         if problem.pages is not None:
-            results["V_CUT"] = problem.pages.cut_values(piece_rows(ready.spec.config, problem.pages.page_size))
+            results["V_CUT"] = cut_values(problem.pages, plan, piece_rows(ready.cut.kv_tile, problem.pages.page_size))
         ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
         return out, lse, peaks
 

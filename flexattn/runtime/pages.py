@@ -151,23 +151,6 @@ class PagedKV:
 
         return dense(self.k_pages, self.k_scale), dense(self.v_pages, self.v_scale)
 
-    def cut_values(self, rows: int) -> Tensor:
-        """Values of each request's last tokens, as many as its length has over a multiple of `rows`, or `rows`: a small copy with 0 in
-        the slots behind them, where pages may hold anything.
-
-        Args:
-            rows: a divisor of page_size.
-        Returns: [batch, kv_heads, rows, v_dim]; zeros of a request without a token.
-        """
-        last = (self.kv_lengths - 1).clamp_(min=0)
-        first = last // rows * rows
-        pages = self.page_indices[torch.where(self.kv_lengths > 0, self.page_starts + last // self.page_size, 0).long()]
-        pages = torch.where(self.kv_lengths > 0, pages, 0).long()
-        each = torch.arange(rows, device=first.device)
-        x = self.v_pages[pages[:, None], :, first[:, None] % self.page_size + each]  # [batch, rows, kv_heads, v_dim]
-        kept = first[:, None] + each < self.kv_lengths[:, None]
-        return torch.where(kept[:, :, None, None], x, 0.0).contiguous().transpose(1, 2)
-
 
 # ---------------------------------------------------------------- checks
 def _in_heads(layout: str, k_pages: Any, v_pages: Any) -> tuple[Tensor, Tensor]:
