@@ -302,6 +302,8 @@ def why_dense(problem: Problem) -> str | None:
         return "strict_nan looks at dense keys"
     if problem.pages is not None and problem.k.dtype.itemsize == 1:
         return "pages hold numbers of 8 bits"
+    if problem.pages is not None and (problem.pages.k_scale is not None or problem.pages.v_scale is not None):
+        return "pages have scales"
     return None
 
 

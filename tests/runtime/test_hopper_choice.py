@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from flexattn.errors import OptionError
 from flexattn.runtime import choose, launch
 from flexattn.runtime import compile as compiling
 from flexattn.runtime.attention import AuxRequest, prepare
+from flexattn.runtime.decode import decode_choice
 from tests.paged import make_paged, query_of
 
 ASKED = {"warp_specialized": True}
@@ -193,6 +195,17 @@ def test_a_gradient_needs_dense_keys() -> None:
     q = query_of(paged, 4, 66).requires_grad_()
     problem, plan = prepare((q, paged.pages, None), None, (None, None))
     assert choose.why_gathered(problem, plan, target_of(90)) == "a gradient is needed"
+
+
+def test_scales_need_dense_keys() -> None:
+    """Of half types too, and the decode kernel reads none either."""
+    paged = make_paged((70,), 16, dims=(64, 64), dtype=torch.bfloat16)
+    pages = replace(paged.pages, v_scale=torch.full((2,), 0.5))
+    for q_len in (1, 66):
+        q = query_of(paged, 4, q_len)
+        problem, plan = prepare((q, pages, None), None, (None, None))
+        assert choose.why_gathered(problem, plan, target_of(90)) == "pages have scales"
+        assert decode_choice(problem, target_of(90)) == (False, "pages have scales")
 
 
 def test_explain_says_whether_pages_are_copied() -> None:
