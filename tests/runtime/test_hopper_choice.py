@@ -14,11 +14,12 @@ import torch
 from flexattn import BlockMask, create_block_mask, explain, mods
 from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig
-from flexattn.errors import OptionError
+from flexattn.errors import CompileError, OptionError
 from flexattn.runtime import choose, launch
 from flexattn.runtime import compile as compiling
 from flexattn.runtime.attention import AuxRequest, prepare
 from flexattn.runtime.decode import decode_choice
+from flexattn.runtime.settings import FlexPerformanceWarning
 from tests.paged import make_paged, query_of
 
 ASKED = {"warp_specialized": True}
@@ -236,3 +237,26 @@ def test_a_launch_over_pages_has_every_argument(started: list[tuple[Any, ...]]) 
         assert values["PAGES"] == pages.page_indices.data_ptr() and values["kv_len"] == pages.max_length
         assert values["KV_LENGTHS"] == pages.kv_lengths.data_ptr()
         assert [n for n, kind in kernel.kernel.source.signature.items() if values[n] is None] == []
+
+
+def test_what_cannot_be_built_over_pages_is_gathered_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries whose decode kernel fails, and many for which the kernel for Hopper does: once said, then remembered."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise CompileError("it cannot be built", given="nothing", hint="nothing")
+
+    def runs(problem: Any, *args: Any, **kwargs: Any) -> Any:
+        if problem.pages is not None:
+            fails()
+        ran.append(problem.k.shape)
+
+    ran: list[torch.Size] = []
+    monkeypatch.setattr(launch.decode, "forward", fails)
+    monkeypatch.setattr(launch, "_run", runs)
+    for q_len, said in ((20, "the decode kernel could not"), (150, "the forward kernel over pages could not")):
+        problem, plan = _paged(16, q_len=q_len)
+        with pytest.warns(FlexPerformanceWarning, match=said):
+            launch.forward(problem, plan)
+        launch.forward(problem, plan)
+        assert choose.why_gathered(problem, plan, target_of(90)) is not None
+    assert ran == [(3, 2, 704, 64)] * 4

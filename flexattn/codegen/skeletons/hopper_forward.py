@@ -20,6 +20,8 @@ The ideas, each for one reason:
   bits       which keys of a tile lie within their row's ends is a bit an element, made for all elements of a thread at once.
   foresight  captured values that are the same for every query are read while the scores they go with are being multiplied.
   pairs      probabilities are carried from a step to the next as pairs in a register: halves would be moved about within a turn.
+  pages      keys that lie in pages come to the same buffers in pieces, each of one page, whose number the copying warp looks up: the
+             other warps know nothing of it. The values a length cuts come from a small copy, as what is behind them may be NaN.
   lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
 
 A row's first tile of keys is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that
