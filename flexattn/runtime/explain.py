@@ -199,7 +199,8 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
         yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
         return
     decode, decode_reason = decode_choice(problem, _target(problem, plan))
-    problem = problem if decode else _as_copied(problem)
+    why_copied = None if decode or problem.pages is None else choose.why_gathered(problem, plan, _target(problem, plan))
+    problem = problem if why_copied is None else _as_copied(problem)
     source, why, reason = _forward_source(problem, plan, decode)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
@@ -207,8 +208,11 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
         yield f"  the decode kernel: {decode_reason}"
         yield from _split(problem, source.spec)
     else:
-        if problem.lengths is not None:
-            yield "  keys and values are copied first, as dense tensors with zeros behind each length"
+        if problem.pages is not None:
+            yield "  keys and values are read where they lie in pages"
+        elif problem.lengths is not None:
+            because = "" if why_copied is None else f": {why_copied}"
+            yield f"  keys and values are copied first, as dense tensors with zeros behind each length{because}"
         if problem.q.shape[2] <= MOST_QUERIES:
             yield f"  not the decode kernel: {decode_reason}"
         yield f"  {_is_for_hopper(source.spec.is_gluon)}: {reason}"
