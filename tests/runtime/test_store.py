@@ -229,7 +229,7 @@ def test_another_process_builds_nothing(tmp_path: Path) -> None:
     code = """if True:
         import torch, flexattn
         q, k, v = (torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        out = flexattn.flex_attention(q, k, v, mask_mod=flexattn.mods.causal)
+        out = flexattn.flex_attention(q, k, v, mask_mod=flexattn.mods.causal())
         out.sum().backward()
         seen = flexattn.stats()
         print(seen.builds.total(), seen.disk_hits.total())"""
