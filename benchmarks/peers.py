@@ -95,13 +95,14 @@ def flexattn_call(problem: Problem, *, in_the_call: bool = False) -> Call:
     return Call(lambda q, k, v: flexattn.flex_attention(q, k, v, **options))
 
 
-def flexattn_paged_call(problem: Problem, *, page: int = 16) -> Call:
-    """flexattn over pages that a table names, in order as FlashInfer's are; mods in logical positions."""
+def flexattn_paged_call(problem: Problem, *, page: int = 16, gathers: bool = False) -> Call:
+    """flexattn over pages that a table names, in order as FlashInfer's are; mods in logical positions. `gathers`: over a dense copy
+    that each call makes of them."""
     import flexattn
 
     variant, shape, device = problem.variant, problem.shape, problem.device
-    if shape.length != 1:
-        raise Unsupported("it is timed for one query a request")
+    if shape.keys % page:
+        raise Unsupported(f"its keys fill pages of {page}")
     count = -(-shape.keys // page)
     table = torch.arange(shape.batch * count, dtype=torch.int32, device=device).view(shape.batch, count)
     lengths = torch.full((shape.batch,), shape.keys, dtype=torch.int32, device=device)
@@ -112,10 +113,10 @@ def flexattn_paged_call(problem: Problem, *, page: int = 16) -> Call:
         if pages is None:
             pools = k.view(-1, page, *k.shape[2:]), v.view(-1, page, *v.shape[2:])
             pages = known[k.data_ptr()] = flexattn.PagedKV.from_table(*pools, table, lengths, layout="NHD")
-        q = q.transpose(1, 2)
-        return flexattn.paged_attention(q, pages, variant.score_mod, mask_mod=variant.mask_mod, q_offset=0).transpose(
-            1, 2
-        )
+        q, mods = q.transpose(1, 2), {"score_mod": variant.score_mod, "mask_mod": variant.mask_mod}
+        if gathers:
+            return flexattn.flex_attention(q, *pages.gathered(q.dtype), **mods, enable_gqa=True).transpose(1, 2)
+        return flexattn.paged_attention(q, pages, **mods, q_offset=0).transpose(1, 2)
 
     return Call(run, _swapped_copy, _swap, has_backward=False)
 
@@ -338,6 +339,10 @@ PEERS = {
         Peer("flexattn", "flexattn", "flexattn", flexattn_call),
         Peer("flexattn_mask_mod", "flexattn, mask_mod=", "flexattn", functools.partial(flexattn_call, in_the_call=True)),
         Peer("flexattn_paged", "flexattn, pages of 16", "flexattn", flexattn_paged_call),
+        Peer("flexattn_paged_64", "flexattn, pages of 64", "flexattn", functools.partial(flexattn_paged_call, page=64)),
+        Peer("flexattn_paged_128", "flexattn, pages of 128", "flexattn", functools.partial(flexattn_paged_call, page=128)),
+        Peer("flexattn_gathered", "flexattn, pages of 16 gathered", "flexattn",
+             functools.partial(flexattn_paged_call, gathers=True)),
         Peer("torch_flex", "torch flex (Triton)", "torch", torch_flex_call),
         Peer("torch_flex_flash", "torch flex (FLASH)", "torch", functools.partial(torch_flex_call, backend="FLASH")),
         Peer("torch_flex_eager", "torch flex, eager", "torch", functools.partial(torch_flex_call, compile=False)),

@@ -59,7 +59,9 @@ SHAPES = {
     "d64": Shape(1, 32, 16384, 64),
     "d256": Shape(1, 8, 16384, 256),
     "d192": Shape(1, 16, 16384, 192, v_dim=128),
+    "chunk": Shape(1, 32, 2048, 128, 8, 32768),  # of a prompt, behind which its last keys stand
     "tiny": Shape(2, 2, 200, 16),
+    "tiny_chunk": Shape(2, 4, 70, 16, 2, 160),
     "tiny_values": Shape(2, 2, 200, 16, v_dim=8),
 }
 DECODE_SHAPES = {
@@ -183,11 +185,17 @@ def document_ids(starts: Tensor) -> Tensor:
 
 
 def make_variant(name: str, shape: Shape, device: torch.device) -> Variant:
-    """One of VARIANTS at a length; a window is never longer than a quarter of it."""
+    """One of VARIANTS at a length; a window is never longer than a quarter of it. Where there are more keys than queries, of `none` and
+    `causal` only, the last query stands at the last key."""
     position = torch.arange(shape.length)
     if name == "none":
         return Variant(name, None, None, torch.zeros_like(position), torch.full_like(position, shape.keys - 1))
-    start = torch.zeros_like(position)
+    start, offset = torch.zeros_like(position), shape.keys - shape.length
+    if name == "causal" and offset:
+        seen = lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
+        return Variant(name, None, seen, start, position + offset, causal=True)
+    if offset:
+        raise ValueError(f"variant {name!r} is for as many keys as queries, not {shape}")
     if name == "window":
         width = min(WINDOW, max(1, shape.length // 4))
         first = (position - width + 1).clamp_min(0)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from flexattn import PagedKV
+from flexattn.runtime.reference import oracle
+from tests.helpers import dense
 
 
 class Paged(NamedTuple):
@@ -43,6 +45,45 @@ def assert_nothing_without_keys(paged: Paged, out: Tensor, lse: Tensor | None = 
     for b, length in enumerate(paged.lengths):
         if length == 0:
             assert (out[b] == 0).all() and (lse is None or torch.isneginf(lse[b]).all())
+
+
+def assert_right(paged: Paged, q: Tensor, results: tuple[Tensor, Tensor], mask: Any = None, score: Any = None) -> None:
+    """out and lse of each request against the oracle over its own keys; errors are of all requests together."""
+    out, lse = results
+    ours, fair = [], []
+    assert_nothing_without_keys(paged, out, lse)
+    for b, qkv, placed_mask, placed_score in paged.placed(q, mask, score):
+        right, right_lse = oracle(*qkv, placed_mask, placed_score)
+        empty = torch.isneginf(right_lse)
+        assert torch.equal(torch.isneginf(lse[b : b + 1]), empty) and (out[b : b + 1][empty] == 0).all()
+        torch.testing.assert_close(lse[b : b + 1].double()[~empty], right_lse[~empty], rtol=0, atol=3e-3)
+        ours.append((out[b : b + 1].double() - right).abs().mean())
+        others = dense([x.detach().clone().requires_grad_() for x in qkv], placed_mask, placed_score)
+        fair.append(max((x.out.double() - right).abs().mean() for x in others))
+    is_single = out.dtype == torch.float32
+    error, allowed = torch.stack(ours).mean().item(), torch.stack(fair).mean().item()
+    assert error <= (2 if is_single else 1.1) * allowed + (1e-7 if is_single else 1e-9), (error, allowed)
+
+
+def masks(device: torch.device) -> dict[str, Any]:
+    """Of logical positions below 2100."""
+    ids = (torch.arange(2100, device=device) // 37).int()
+    return {
+        "none": None,
+        "causal": lambda b, h, i, j: i >= j,
+        "window": lambda b, h, i, j: (i >= j) & (i - j < 300),
+        "documents": lambda b, h, i, j: ids[i] == ids[j],
+        "remainder": lambda b, h, i, j: (i + j + h) % 3 != 1,
+    }
+
+
+def scores(device: torch.device) -> dict[str, Any]:
+    """Of up to 8 query heads."""
+    slopes, cap = torch.rand(8, device=device), 5.0
+    return {
+        "soft-cap": lambda s, b, h, i, j: cap * torch.tanh(s / cap),
+        "ALiBi": lambda s, b, h, i, j: s + slopes[h] * (j - i) * 0.01,
+    }
 
 
 def make_paged(

@@ -432,6 +432,21 @@ def test_values_may_have_another_head_dimension(tmp_path: Path) -> None:
     assert rows["forward"]["tflops"] == pytest.approx(2 * (16 + 8) * pairs / rows["forward"]["ms"] / 1e9)
 
 
+def test_a_chunk_of_a_prompt_over_pages(tmp_path: Path) -> None:
+    """Its last query stands at the last key, whether keys are dense, in pages or gathered; what else there is says so."""
+    out, names = tmp_path / "chunk.json", ("flexattn", "flexattn_paged", "flexattn_gathered")
+    status = _run("gpu", "--device", "cpu", "--shapes", "tiny_chunk", "--rounds", "1", "--calls", "1", "--what", "forward",
+                  "--variants", "none", "causal", "--peers", *names, "--out", str(out))  # fmt: skip
+    rows = {(r["variant"], r["impl"]): r for r in results.load(out)}
+    assert status == 0 and set(rows) == {(variant, name) for variant in ("none", "causal") for name in names}
+    kept = 2 * 4 * sum(range(91, 161))
+    for name in names:
+        row = rows["causal", name]
+        assert row["status"] == "ok" and row["tflops"] == pytest.approx(4 * 16 * kept / row["ms"] / 1e9)
+    with pytest.raises(ValueError, match="as many keys as queries"):
+        problems.make_variant("window", problems.SHAPES["tiny_chunk"], CPU)
+
+
 def test_decode_host_masks_and_ceilings_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(masks.BUILDERS, "torch_flex")  # its compilation takes seconds
     out = tmp_path / "rows.json"

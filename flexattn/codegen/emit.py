@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.codegen.decode_tiles import asked_together, formula_of, hull_of, is_by_head
-from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, query_buffers, role_rows
+from flexattn.codegen.hopper_tiles import WARPGROUP_ROWS, piece_rows, query_buffers, role_rows
 from flexattn.codegen.leaves import leaf_functions, leaf_name, leaf_text, slope_kind
 from flexattn.codegen.spec import CaptureLayout, KernelSpec, TensorLayout, type_name
 from flexattn.codegen.tile_config import decode_dims, padded, tile_dims
@@ -36,6 +36,7 @@ _SKELETONS = {
     "fill": ("block_map", "fill"),
     "order": ("block_map", "block_order"),
     "append_pages": ("append_pages", "append_pages"),
+    "cut_values": ("cut_values", "cut_values"),
 }
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
 _LIMITS = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # the greatest numbers of types of 8 bits
@@ -204,6 +205,8 @@ def _shared_layout(bits: int, rank: int, swizzle: int) -> str:
 def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _inputs(arguments)
+    if spec.page_size:
+        arguments.plain(PAGES="*i32", PAGE_STARTS="*i32", KV_LENGTHS="*i32", V_CUT=arguments.types["V"])
     if role_rows(spec.config) == WARPGROUP_ROWS:
         v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
         layout = TensorLayout(spec.layouts[0].dtype, True, False)
@@ -328,7 +331,8 @@ def _inputs(arguments: _Arguments, names: tuple[str, ...] = ("Q", "K", "V")) -> 
     spec = arguments.spec
     (qk_pad, v_pad), config = tile_dims(spec.qk_dim, spec.v_dim, spec.target), spec.config
     q_rows = role_rows(spec.config) if spec.is_gluon else config.BLOCK_M
-    blocks = ((q_rows, qk_pad), (config.BLOCK_N, qk_pad), (config.BLOCK_N, v_pad), (config.BLOCK_M, v_pad))
+    k_rows = piece_rows(config.BLOCK_N, spec.page_size) if spec.is_gluon and spec.page_size else config.BLOCK_N
+    blocks = ((q_rows, qk_pad), (k_rows, qk_pad), (k_rows, v_pad), (config.BLOCK_M, v_pad))
     for name, layout, is_described, block in zip(names, spec.layouts, spec.described, blocks):
         arguments.tensor(name, layout, f"{name.lower()}_strides", block if is_described else None)
 
@@ -347,6 +351,16 @@ def _append_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int 
     arguments.plain(SLOTS="*i32", ENDS="*i32", TABLE="*i32", LENGTHS="*i32", K_INVERSE="*fp32", V_INVERSE="*fp32")
     sizes = ("kv_heads", "tokens", "tokens_each", "requests", "page_size", "width", "k_scales", "v_scales")
     arguments.plain(**dict.fromkeys(sizes, "i32"))
+    return arguments.types, arguments.aligned
+
+
+def _cut_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
+    arguments = _Arguments(spec)
+    arguments.tensor("V", spec.layouts[0], "v_strides")
+    arguments.plain(
+        PAGES="*i32", PAGE_STARTS="*i32", KV_LENGTHS="*i32", kv_heads="i32", V_CUT=f"*{spec.layouts[0].dtype}"
+    )
+    arguments.aligned.append(("V_CUT", None, 16))
     return arguments.types, arguments.aligned
 
 
@@ -380,7 +394,7 @@ _SIGNATURES = {
     "decode": _decode_signature, "merge": _merge_signature,
     "dq": _dq_signature, "dkdv": _dkdv_signature, "hopper_backward": _hopper_backward_signature, "hopper_dq": _hopper_dq_signature,
     "hopper_query_gradient": _hopper_query_gradient_signature, "hopper_key_gradients": _hopper_key_gradients_signature,
-    "append_pages": _append_signature, **dict.fromkeys(_BUILDERS, _builder_signature),
+    "append_pages": _append_signature, "cut_values": _cut_signature, **dict.fromkeys(_BUILDERS, _builder_signature),
 }  # fmt: skip
 
 
@@ -392,6 +406,13 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     if spec.kernel == "append_pages":
         return {"QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": padded(spec.qk_dim), "V_PAD": padded(spec.v_dim),
                 "BLOCK_M": spec.config.BLOCK_M, "LIMIT": _LIMITS.get(spec.layouts[2].dtype)}  # fmt: skip
+    if spec.kernel == "cut_values":
+        return {
+            "V_DIM": spec.v_dim,
+            "V_PAD": padded(spec.v_dim),
+            "BLOCK_N": spec.config.BLOCK_N,
+            "PAGE_SIZE": spec.page_size,
+        }
     q, k, v, d_out = spec.described
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
@@ -423,7 +444,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
             "SCORE_MOD": None, "ENDS": None, "MASK_MOD": None, "KNOWN": None, "SEEN": None, "QK_PAD": qk_pad, "QK_USED": qk_used,
             "V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M, "BLOCK_N": spec.config.BLOCK_N,
             "Q_BUFFERS": query_buffers(spec.config, (qk_pad, v_pad), spec.target), "FOLD_SCALE": spec.fold_scale,
-            "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max,
+            "IS_LAZY": is_lazy, "WANT_MAX": spec.want_max, "PAGE_SIZE": spec.page_size,
+            **({} if spec.page_size else dict.fromkeys(("PAGES", "PAGE_STARTS", "KV_LENGTHS", "V_CUT"))),
         }  # fmt: skip
     values = {
         "SCORE_MOD": None, "MASK_MOD": None, "QK_DIM": spec.qk_dim, "V_DIM": spec.v_dim, "QK_PAD": qk_pad,

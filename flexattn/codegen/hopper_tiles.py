@@ -7,6 +7,7 @@ in full tiles and slower in all else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ WARPGROUP_ROWS = (
 )
 LONG_KEYS = 8192  # from here on rows have many more full tiles than others
 _FUSED_DIMS = ((64, 64), (128, 128))  # padded; a warpgroup has registers for dk and dv of 64 keys and 128 dimensions
+_PIECE = 8  # rows after which the order of columns in shared memory begins again
 _BARRIERS = 1024  # and the captured values of a role
 
 
@@ -139,6 +141,11 @@ def role_rows(config: TileConfig) -> int:
     return 2 * WARPGROUP_ROWS if config.BLOCK_M == 2 * WARPGROUP_ROWS else WARPGROUP_ROWS
 
 
+def piece_rows(kv_tile: int, page_size: int) -> int:
+    """Keys that are copied at once where they lie in pages: tiles and pages are cut into as few equal pieces as fit both."""
+    return math.gcd(kv_tile, page_size)
+
+
 def _shared(config: TileConfig, dims: tuple[int, int], q_buffers: int = 1) -> int:
     """Bytes: tiles of queries, two tiles each of keys and values, and at most 128 columns of the output where that goes this way."""
     qk_pad, v_pad = dims
@@ -151,6 +158,8 @@ def why_not(spec: KernelSpec) -> str | None:
     if spec.layouts[0].dtype not in ("bf16", "fp16"):
         return "its products are of bfloat16 and float16"
     is_gradient = spec.kernel in HOPPER_GRADIENTS
+    if spec.page_size % _PIECE:
+        return f"pages of {spec.page_size} tokens are no multiple of {_PIECE}"
     if not all(spec.described[: 4 if is_gradient else 3]):
         return "an input is expanded, or not aligned to 16 bytes"
     if is_gradient and spec.qk_dim % 8:
@@ -158,4 +167,4 @@ def why_not(spec: KernelSpec) -> str | None:
     return "value's head dimension is no multiple of 8" if spec.v_dim % 8 else None
 
 
-__all__ = ["hopper_backward_tiles", "hopper_gradient_tiles", "hopper_tiles", "query_buffers", "why_not"]
+__all__ = ["hopper_backward_tiles", "hopper_gradient_tiles", "hopper_tiles", "piece_rows", "query_buffers", "why_not"]

@@ -309,7 +309,9 @@ def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
     first, second = (n * width * problem.element_bytes for width in (qk_width, v_width))
     queries = m * qk_width * problem.element_bytes
     scores = m * n * problem.element_bytes if problem.is_single or m < problem.v_pad else 0
-    captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key) + _element_scratch(problem) * m * n
+    captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key)
+    if reads.element or reads.is_narrow:  # by version a buffer more, or one between the layouts of load and product
+        captured += 4 * m * n
     captured += 4 * n * stages if problem.is_paged else 0
     if problem.mask == "reading" and reads.element + reads.key:  # what is kept, known before keys are read
         captured += 4 * m * n

@@ -85,13 +85,14 @@ class KernelSpec:
     """One kernel. See the fields' comments for units and meaning."""
 
     # 'forward', 'hopper_forward', 'decode', 'merge', 'delta', 'dq', 'dkdv', 'hopper_backward', 'hopper_dq', 'hopper_query_gradient',
-    # 'hopper_key_gradients'; of masks 'ranges', 'block_map', 'fill', 'order'; of pages 'append_pages'
+    # 'hopper_key_gradients'; of masks 'ranges', 'block_map', 'fill', 'order'; of pages 'append_pages' and 'cut_values'
     kernel: str
     target: Target
     config: TileConfig
     qk_dim: int
     v_dim: int
-    # q, k, v, d_out (the last one also in the forward, equal to q's); or none; of append_pages k, v and the pages of both
+    # q, k, v, d_out (the last one also in the forward, equal to q's); or none; of append_pages k, v and the pages of both; v of
+    # cut_values
     layouts: tuple[TensorLayout, ...]
     score: Program | None = None
     mask: Program | None = None

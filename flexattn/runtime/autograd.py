@@ -122,13 +122,18 @@ FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  
 
 
 def _reads_as_it_is(problem: Problem, plan: Plan) -> bool:
-    """Whether a call whose keys are paged, or end at lengths on the device, runs over them as they are: in the decode kernel."""
+    """Whether a call whose keys are paged, or end at lengths on the device, runs over them as they are: in the decode kernel, or over
+    pages in the forward kernel for Hopper."""
     if plan.backend != "triton":
         return False
+    from flexattn.runtime.choose import why_gathered
     from flexattn.runtime.decode import decode_choice
     from flexattn.runtime.device import target_for
 
-    return decode_choice(problem, target_for(problem.q.device))[0]
+    target = target_for(problem.q.device)
+    return decode_choice(problem, target)[0] or (
+        problem.pages is not None and why_gathered(problem, plan, target) is None
+    )
 
 
 def make_tile_maps(problem: Problem, plan: Plan) -> None:

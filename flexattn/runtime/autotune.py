@@ -24,13 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn import codegen
 from flexattn.codegen.emit import emit
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.tile_config import TileConfig
 from flexattn.errors import StaleMaskError
 from flexattn.runtime import device as devices
-from flexattn.runtime import settings, stats
+from flexattn.runtime import settings, stats, store
 from flexattn.runtime.compile import announce
 
 FORMAT = 1  # of the file
@@ -301,7 +300,7 @@ def _identity(question: Question) -> dict[str, Any]:
         "spec": {k: v for k, v in facts.items() if k not in ("kernel", "config", *programs)},
         "candidates": list(question.candidates),
         "generated functions": functions,
-        "kernel text": _skeletons(),
+        "kernel text": store.skeletons(),
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=dataclasses.asdict))
     return plain
@@ -311,13 +310,6 @@ def _triton_version() -> str:
     import triton
 
     return str(triton.__version__)
-
-
-@functools.lru_cache(maxsize=1)
-def _skeletons() -> str:
-    """Names the text of all kernels: a kernel that was changed is timed again."""
-    files = sorted((Path(codegen.__file__).parent / "skeletons").glob("*.py"))
-    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()[:20]
 
 
 def _path(identity: dict[str, Any]) -> Path:

@@ -34,7 +34,7 @@ from flexattn.runtime import autotune
 from flexattn.runtime import device as devices
 from flexattn.runtime.compile import InterpretedKernel, Kernel, first_that_builds, kernel_for
 from flexattn.runtime.options import must_be_deterministic
-from flexattn.runtime.plan import Needs, Plan, Problem
+from flexattn.runtime.plan import Needs, Plan, Problem, why_dense
 
 _FORWARD = ("forward", "hopper_forward", "decode")  # kernels with the forward's options and facts
 # What makes gradients, in order of preference.
@@ -108,10 +108,31 @@ def forward_kernel(problem: Problem, plan: Plan) -> tuple[str, str]:
     return found
 
 
+def why_gathered(problem: Problem, plan: Plan, target: Target) -> str | None:
+    """Why keys and values in pages are copied in front of a call's forward kernel, or None where that reads them where they lie.
+
+    Args:
+        problem, plan: One call over pages.
+        target: A device.
+    """
+    obstacle = why_dense(problem)
+    if obstacle is None and problem.options.warp_specialized is False:
+        obstacle = "given by kernel_options"
+    if obstacle is not None:
+        return obstacle
+    key = ("gathered", target, _group(problem, "forward"), _fact_key(problem, None))
+    if key not in plan.memo:
+        plan.memo[key] = why_portable(problem, plan, target)
+    found: str | None = plan.memo[key]
+    return found
+
+
 def forget_hopper(problem: Problem, plan: Plan) -> None:
     """Remembers that the kernel for Hopper could not be built for calls like this one."""
     key = ("forward kernel", _group(problem, "forward"), _fact_key(problem, None))
     plan.memo[key] = ("forward", _NOT_BUILT)
+    target = devices.target_for(problem.q.device)
+    plan.memo[("gathered", target, _group(problem, "forward"), _fact_key(problem, None))] = _NOT_BUILT
 
 
 def backward_kernels(
@@ -239,8 +260,8 @@ def _not_hopper(target: Target) -> str:
 
 def tiles_on_hopper(problem: Problem, plan: Plan, target: Target) -> tuple[TileConfig, ...]:
     """Tiles of the kernel for Hopper on a device, best first, whatever the mask; none where it cannot serve."""
-    (_, _, q_len, qk_dim), (_, _, kv_len, v_dim) = problem.q.shape, problem.v.shape
-    sizes = {"qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len, "kv_len": kv_len}
+    (_, _, q_len, qk_dim), v_dim = problem.q.shape, problem.v.shape[3]
+    sizes = {"qk_dim": qk_dim, "v_dim": v_dim, "q_len": q_len, "kv_len": problem.kv_len}
     return hopper_tiles(target, programs=(plan.score, plan.mask), **sizes)
 
 
@@ -499,5 +520,6 @@ __all__ = [
     "tiles_on_hopper",
     "unbuilt",
     "v_in_k",
+    "why_gathered",
     "why_portable",
 ]

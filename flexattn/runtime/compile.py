@@ -1,4 +1,4 @@
-"""KernelSource -> something that can be launched: writes leaf files, compiles in memory of specs, counts builds.
+"""KernelSource -> something that can be launched: writes leaf files, compiles what is neither in memory nor on disk, counts builds.
 
 The idea: triton.jit's own argument binder is bypassed. The compiled kernel is started directly with a flat argument list,
 so nothing about the values of the arguments can trigger another build. What will be asked for soon is compiled ahead, in threads.
@@ -23,7 +23,7 @@ import torch
 from flexattn.codegen.emit import KernelSource, emit
 from flexattn.codegen.spec import KernelSpec
 from flexattn.errors import CompileError
-from flexattn.runtime import settings, stats
+from flexattn.runtime import settings, stats, store
 from flexattn.runtime.device import stream_of
 
 _KERNELS: dict[tuple[KernelSpec, int], Kernel] = {}
@@ -281,6 +281,23 @@ def build(source: KernelSource, translated: Callable[[], None] | None = None) ->
     return triton.compile(start, target=target, options=dict(source.options))
 
 
+def found_or_built(source: KernelSource, translated: Callable[[], None] | None = None) -> tuple[Any, bool]:
+    """A kernel from disk, or else compiled and kept there for others; of several processes one compiles, and the others wait.
+
+    Returns: triton's CompiledKernel, and whether it was found.
+    """
+    compiled = store.find(source, lambda: ast_source(source))
+    if compiled is not None:
+        return compiled, True
+    with store.alone(source):
+        compiled = store.find(source, lambda: ast_source(source))
+        if compiled is not None:
+            return compiled, True
+        compiled = build(source, translated)
+        store.keep(source, compiled)
+        return compiled, False
+
+
 def _and_then(function: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
     def both(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -327,9 +344,9 @@ def build_ahead(spec: KernelSpec, device: torch.device) -> threading.Event:
     return translated
 
 
-def _build_ahead(spec: KernelSpec, translated: threading.Event) -> Any:
+def _build_ahead(spec: KernelSpec, translated: threading.Event) -> tuple[Any, bool]:
     try:
-        return build(emit(spec), translated.set)
+        return found_or_built(emit(spec), translated.set)
     finally:
         translated.set()
 
@@ -353,7 +370,7 @@ def kernel_for(spec: KernelSpec, device: torch.device) -> Kernel | InterpretedKe
 
 
 def _make(key: tuple[KernelSpec, int]) -> Any:
-    spec = key[0]
+    spec, was_found = key[0], False
     if spec in _FAILED:
         raise _FAILED[spec]
     try:
@@ -361,14 +378,16 @@ def _make(key: tuple[KernelSpec, int]) -> Any:
         if spec.target.is_interpreter:
             kernel: Any = InterpretedKernel(source)
         else:
-            kernel = Kernel(source, _loaded(build(source) if ahead is None else ahead.result()))
+            compiled, was_found = found_or_built(source) if ahead is None else ahead.result()
+            kernel = Kernel(source, _loaded(compiled))
         if spec.is_gluon:
             _refuse_spills(kernel.compiled.n_spills)
     except Exception as error:
         _FAILED[spec] = error
         raise
     tiles, warps = f"tiles {spec.config.BLOCK_M}x{spec.config.BLOCK_N}", f"{spec.config.num_warps} warps"
-    stats.record_build(spec.kernel, f"{tiles}, {warps}, {spec.config.num_stages} stages")
+    record = stats.record_disk_hit if was_found else stats.record_build
+    record(spec.kernel, f"{tiles}, {warps}, {spec.config.num_stages} stages")
     _KERNELS[key] = kernel
     return kernel
 

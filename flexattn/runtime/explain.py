@@ -85,7 +85,7 @@ def explain(
         placed=(q_offset, kv_lengths),
     )
     lines = [*_inputs(problem), "", *_program("score_mod", problem.score, score_mod), *_mask(problem, mask_mod), ""]
-    return "\n".join([*lines, *_choice(plan), "", *_generated(problem, plan)])
+    return "\n".join([*lines, *_work(problem), "", *_choice(plan), "", *_generated(problem, plan)])
 
 
 def _inputs(problem: Problem) -> Iterator[str]:
@@ -132,6 +132,36 @@ def _mask(problem: Problem, mask_mod: Any) -> Iterator[str]:
         yield from _tile_map(_any_tile_map(problem.block_mask))
 
 
+def _work(problem: Problem) -> Iterator[str]:
+    """Arithmetic of the call, in kept pairs and in all pairs of visited tiles, and its traffic if all is read or written once."""
+    if is_empty(problem):
+        return
+    (batch, heads, q_len, qk_dim), (kv_heads, v_dim), kv_len = problem.q.shape, problem.v.shape[1::2], problem.kv_len
+    low = high = visited = batch * heads * q_len * kv_len
+    if problem.block_mask is not None:
+        tiles = _any_tile_map(problem.block_mask)
+        shared = batch * heads // (tiles.batch * tiles.heads)
+        counted = kept_pairs(tiles, None, most_counted=SHOWN_PAIRS)
+        low, high = shared * counted.low, shared * counted.high
+        visited = shared * (tiles.full.tiles() + tiles.partial.tiles()) * tiles.q_block * tiles.kv_block
+    pair, backward_pair = 2 * (qk_dim + v_dim), 2 * (3 * qk_dim + 2 * v_dim)  # two products, and five
+    kept = _rounded(pair * low) + ("" if low == high else f" to {_rounded(pair * high)}")
+    rows = heads * q_len + kv_heads * kv_len * (problem.kv_batch / batch)
+    moved = batch * (rows * (qk_dim + v_dim) * problem.q.element_size() + 4 * heads * q_len)
+    done, backward = _rounded(pair * visited), _rounded(backward_pair * visited)
+    yield f"work: {kept}FLOP in kept pairs, {done}FLOP in visited tiles; backward {backward}FLOP"
+    yield f"  at least {_rounded(moved)}B read and written"
+
+
+def _rounded(number: float) -> str:
+    """Three digits and the prefix of a unit: 1234567 -> '1.23 M'."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 999.5:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:,.0f} P"
+
+
 def _any_tile_map(mask: BlockMask) -> TileMap:
     """The mask's map at its own block size, which every mask has."""
     return mask.tile_map(*mask.BLOCK_SIZE)
@@ -169,7 +199,8 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
         yield "kernels: none for " + ("float64" if problem.q.dtype == torch.float64 else "an empty call")
         return
     decode, decode_reason = decode_choice(problem, _target(problem, plan))
-    problem = problem if decode else _as_copied(problem)
+    why_copied = None if decode or problem.pages is None else choose.why_gathered(problem, plan, _target(problem, plan))
+    problem = problem if why_copied is None else _as_copied(problem)
     source, why, reason = _forward_source(problem, plan, decode)
     where = "for this device" if plan.backend == "triton" else "not run here; what an H100 would get"
     yield f"kernel: {source.function} ({where})"
@@ -177,8 +208,11 @@ def _generated(problem: Problem, plan: Plan) -> Iterator[str]:
         yield f"  the decode kernel: {decode_reason}"
         yield from _split(problem, source.spec)
     else:
-        if problem.lengths is not None:
-            yield "  keys and values are copied first, as dense tensors with zeros behind each length"
+        if problem.pages is not None:
+            yield "  keys and values are read where they lie in pages"
+        elif problem.lengths is not None:
+            because = "" if why_copied is None else f": {why_copied}"
+            yield f"  keys and values are copied first, as dense tensors with zeros behind each length{because}"
         if problem.q.shape[2] <= MOST_QUERIES:
             yield f"  not the decode kernel: {decode_reason}"
         yield f"  {_is_for_hopper(source.spec.is_gluon)}: {reason}"

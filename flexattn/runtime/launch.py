@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexattn.codegen.hopper_tiles import piece_rows
 from flexattn.codegen.spec import (
     BY_COLUMN,
     KernelSpec,
@@ -44,6 +45,7 @@ from flexattn.runtime.choose import (
     unbuilt,
 )
 from flexattn.runtime.compile import Starts, build_ahead, first_that_builds, flat_arguments, keep_ready
+from flexattn.runtime.cut_values import cut_values
 from flexattn.runtime.options import must_be_deterministic
 from flexattn.runtime.plan import Needs, Plan, Problem, dense_strides, stride_order
 from flexattn.runtime.tables import Cut, prepare_tables, table_of
@@ -83,22 +85,33 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
         if ready.spec.is_gluon:
             results["COUNTER"] = devices.counters_of(q.device)
+        if problem.pages is not None:
+            results["V_CUT"] = cut_values(problem.pages, plan, piece_rows(ready.cut.kv_tile, problem.pages.page_size))
         ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
         return out, lse, peaks
 
     with devices.current(q.device):
-        if _NO_DECODE not in plan.memo and decode.decode_choice(problem, devices.target_for(q.device))[0]:
+        if decode.decode_choice(problem, devices.target_for(q.device))[0]:
             try:
-                return decode.forward(problem, plan, order, lambda: _inputs(problem), lambda: _fixed(problem))
+                if _NO_DECODE not in plan.memo:
+                    return decode.forward(problem, plan, order, lambda: _inputs(problem), lambda: _fixed(problem))
             except CompileError as error:
                 if problem.options.backend == "TRITON_DECODE":
                     raise
                 plan.memo[_NO_DECODE] = True
                 said = f"the decode kernel could not be built, and the forward kernel runs: {error}"
                 settings.warn_once(_NO_DECODE, said, settings.FlexPerformanceWarning)
-                problem = problem.dense()
+            problem = problem.dense()
         fixed = lambda: {"out_strides": dense_strides(out_shape, order)}
-        return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
+        try:
+            return _run(problem, plan, "forward", start, fixed, (order,), want_max=problem.want_max)
+        except CompileError as error:
+            if problem.pages is None:
+                raise
+            said = f"the forward kernel over pages could not be built, and keys and values are copied first: {error}"
+        settings.warn_once(said, said, settings.FlexPerformanceWarning)
+        forget_hopper(problem, plan)
+        return forward(problem.dense(), plan)
 
 
 def backward(
@@ -267,7 +280,7 @@ def _forward_ready(problem: Problem, plan: Plan, make: Callable[[str], Ready]) -
     try:
         return make(kernel)
     except CompileError:
-        if kernel == "forward" or problem.options.warp_specialized:
+        if kernel == "forward" or problem.options.warp_specialized or problem.pages is not None:
             raise
     forget_hopper(problem, plan)
     return make("forward")
@@ -298,8 +311,9 @@ def _sizes(problem: Problem) -> tuple[Any, ...]:
     q, mask = problem.q, problem.block_mask
     captures, numbers = bound(problem)
     return (
-        q.device.index, problem.scale, q.shape, problem.k.shape, _facts(q), _facts(problem.k), _facts(problem.v),
-        problem.v.shape[3], None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE,
+        q.device.index, problem.scale, q.shape, problem.k.shape, problem.kv_len, problem.pages is None, _facts(q),
+        _facts(problem.k), _facts(problem.v), problem.v.shape[3],
+        None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE,
         tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)),
     )  # fmt: skip
 
@@ -314,7 +328,9 @@ def _inputs(problem: Problem) -> dict[str, Any]:
     """The tensors and captured values that every attention kernel has."""
     inputs = {"Q": problem.q, "K": problem.k, "V": problem.v, "caps": flat_arguments(*bound(problem))}
     pages = problem.pages
-    return inputs if pages is None else {**inputs, "PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts}
+    if pages is None:
+        return inputs
+    return {**inputs, "PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts, "KV_LENGTHS": pages.kv_lengths}
 
 
 def _fixed(problem: Problem) -> dict[str, Any]:
@@ -346,7 +362,7 @@ def _swizzle(problem: Problem, pairs: int, lines: int, transposed: bool) -> int:
     q, k, v = problem.q, problem.k, problem.v
     group = q.shape[1] // k.shape[1]
     row = (q.shape[3] + v.shape[3]) * q.element_size()
-    streamed = row * (q.shape[2] * group if transposed else k.shape[2])
+    streamed = row * (q.shape[2] * group if transposed else problem.kv_len)
     fitting = devices.target_for(q.device).l2_bytes // 2 // max(streamed, 1)
     unit = 1 if transposed else group
     return unit * _even(pairs // unit, max(1, min(fitting, _LINE_LIMIT // max(lines * unit, 1))))

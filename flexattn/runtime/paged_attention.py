@@ -35,8 +35,9 @@ def paged_attention(
 ) -> Result:
     """softmax(score_mod(scale * query @ key^T) where the mask keeps) @ value over keys and values that lie in pages.
 
-    Up to 64 queries run in the decode kernel, which reads pages as they are; more are a prefill, whose keys are gathered once into
-    dense tensors of [batch, kv_heads, max_length, dim] in front of the forward kernel.
+    Up to 64 queries run in the decode kernel, which reads pages as they are; more are a prefill. The forward kernel for Hopper reads
+    pages of a multiple of 8 tokens of half types too; for any other prefill they are gathered once into dense tensors of
+    [batch, kv_heads, max_length, dim] in front of the forward kernel. `explain` says which, and why.
 
     Args:
         query: [batch, q_heads, q_len, qk_dim], of the pages' dtype (of any half or single type over pages of 8 bits); q_heads is a

@@ -294,14 +294,24 @@ def _check_special_backend(problem: Problem) -> None:
         )
 
 
-def why_no_decode(problem: Problem) -> str | None:
-    """Why the decode kernel cannot serve a call, or None where it can."""
+def why_dense(problem: Problem) -> str | None:
+    """Why no kernel can serve a call over keys where they lie, or None where one may."""
     if problem.needs_grad:
         return "a gradient is needed"
     if problem.pages is not None and problem.options.strict_nan:
         return "strict_nan looks at dense keys"
     if problem.pages is not None and problem.k.dtype.itemsize == 1:
         return "pages hold numbers of 8 bits"
+    if problem.pages is not None and (problem.pages.k_scale is not None or problem.pages.v_scale is not None):
+        return "pages have scales"
+    return None
+
+
+def why_no_decode(problem: Problem) -> str | None:
+    """Why the decode kernel cannot serve a call, or None where it can."""
+    obstacle = why_dense(problem)
+    if obstacle is not None:
+        return obstacle
     if problem.block_mask is not None and problem.block_mask.predicate is None:
         return "the mask is made of lists of blocks"
     return None

@@ -1,8 +1,8 @@
 """Process-wide switches: debug mode, autotuning, the cache folder, and warnings that are shown once.
 
-Reads the environment (`FLEXATTN_DEBUG`, `FLEXATTN_AUTOTUNE`, `FLEXATTN_CACHE_DIR`) when asked, not at import, so that a
-test or a notebook may change it. Nothing here changes a result; it changes what is checked or timed, where files go and
-what is said.
+Reads the environment (`FLEXATTN_DEBUG`, `FLEXATTN_AUTOTUNE`, `FLEXATTN_CACHE_DIR`, `FLEXATTN_CACHE_MIB`) when asked, not at
+import, so that a test or a notebook may change it. Nothing here changes a result; it changes what is checked or timed, where
+files go and what is said.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from flexattn.errors import OptionError
 from flexattn.frontend.contents import debugging
 
 _LOCAL = threading.local()
@@ -78,13 +79,25 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "flexattn"
 
 
-def write_whole(path: Path, text: str) -> None:
+def cache_bytes() -> int:
+    """How much the kernels in `cache_dir()` may take: `FLEXATTN_CACHE_MIB` MiB, 1,024 unless set.
+
+    Raises:
+        OptionError: it is no number of at least 0.
+    """
+    text = os.environ.get("FLEXATTN_CACHE_MIB", "").strip() or "1024"
+    if not text.isdecimal():
+        raise OptionError("FLEXATTN_CACHE_MIB is no whole number of MiB", given=text, hint="FLEXATTN_CACHE_MIB=1024")
+    return int(text) << 20
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file by a rename, so that readers see the old one or the new one, never half of it; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

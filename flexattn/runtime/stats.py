@@ -23,7 +23,8 @@ class Stats:
     Attributes:
         traces: mods traced, by kind ('score', 'mask').
         plans: plans made, by backend; a plan is made once per structure, never for numbers or lengths.
-        builds: kernels compiled, by name.
+        builds: kernels compiled, by name; one that is found in memory or on disk is not.
+        disk_hits: kernels that were found on disk, compiled by another process or an earlier one, by name.
         launches: kernels started, by name, those that make masks on a GPU too; the torch-ops path counts one per direction.
         mask_builds: masks cut into tiles, by how: tile maps 'proved' (bounds and witnesses alone) or 'partly evaluated', and
             'device' for each table that a GPU made by itself (of one direction, in tiles of one size); nobody waits for that,
@@ -37,6 +38,7 @@ class Stats:
           traces            3  mask 1, score 2
           plans             0
           builds            0
+          disk hits         0
           launches          0
           mask builds       0
           tunings           0
@@ -45,6 +47,7 @@ class Stats:
     traces: Counter[str] = field(default_factory=Counter)
     plans: Counter[str] = field(default_factory=Counter)
     builds: Counter[str] = field(default_factory=Counter)
+    disk_hits: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     mask_builds: Counter[str] = field(default_factory=Counter)
     tunings: Counter[str] = field(default_factory=Counter)
@@ -64,7 +67,7 @@ class Stats:
     __repr__ = __str__
 
 
-_COUNTERS = ("traces", "plans", "builds", "launches", "mask_builds", "tunings")
+_COUNTERS = ("traces", "plans", "builds", "disk_hits", "launches", "mask_builds", "tunings")
 _NOW = Stats()
 _EVENTS: deque[str] = deque(maxlen=_EVENTS_KEPT)
 _LOCK = threading.Lock()
@@ -114,10 +117,17 @@ def record_plan(backend: str, reason: str) -> None:
 
 
 def record_build(kernel: str, reason: str) -> None:
-    """Counts a kernel that was compiled (not one that was found in memory)."""
+    """Counts a kernel that was compiled (not one that was found in memory or on disk)."""
     with _LOCK:
         _NOW.builds[kernel] += 1
         _EVENTS.append(f"build {kernel}: {reason}")
+
+
+def record_disk_hit(kernel: str, reason: str) -> None:
+    """Counts a kernel that was found on disk."""
+    with _LOCK:
+        _NOW.disk_hits[kernel] += 1
+        _EVENTS.append(f"from disk {kernel}: {reason}")
 
 
 def record_launch(kernel: str) -> None:

@@ -33,7 +33,7 @@ def table_of(problem: Problem, cut: Cut) -> DeviceTable:
     if problem.block_mask is not None:
         return device_tables(problem.block_mask, (cut,))[0]
     device = problem.q.device
-    own, other = (problem.q.shape[2], cut.q_tile), (problem.k.shape[2], cut.kv_tile)
+    own, other = (problem.q.shape[2], cut.q_tile), (problem.kv_len, cut.kv_tile)
     sizes = (*other, *own) if cut.by_column else (*own, *other)
     if is_capturing(device):  # what a graph's capture makes belongs to that graph
         return full_table.__wrapped__(*sizes, device)

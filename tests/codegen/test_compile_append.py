@@ -1,4 +1,5 @@
-"""The kernel that appends tokens to pages compiles for every target without a GPU, with nothing spilled and wide stores."""
+"""The kernel that appends tokens to pages compiles for every target without a GPU, with nothing spilled and wide stores; so does the
+one that copies the values that a length cuts, for the target that asks for it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from flexattn.codegen.spec import KernelSpec, TensorLayout
 from flexattn.codegen.target import GFX942, target_of
 from flexattn.runtime.append_pages import append_tiles
+from flexattn.runtime.cut_values import cut_spec
 from tests.codegen.compiled import TARGETS, compile_and_measure
 
 pytest.importorskip("triton")
@@ -56,3 +59,12 @@ def test_wide_range_8_bits(arch) -> None:
 @pytest.mark.parametrize("pages", ["bf16", "fp16", "fp32"])
 def test_unaligned(pages) -> None:
     compiled(80, "fp32", pages, (40, 33), aligned=False)
+
+
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("rows, page_size", [(8, 8), (16, 48), (128, 256)])
+def test_values_that_a_length_cuts(rows, page_size, dim) -> None:
+    pages = torch.zeros(3, 2, page_size, dim, dtype=torch.bfloat16)
+    text, used = compile_and_measure(cut_spec(pages, rows, target_of(90)))
+    assert used.spills == 0, used
+    assert re.search(r"st\.global\.(v4|v2)", text) and "ld.global" in text

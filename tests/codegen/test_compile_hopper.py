@@ -14,7 +14,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flexattn import mods
 from flexattn.codegen.emit import emit
-from flexattn.codegen.hopper_tiles import hopper_tiles, why_not
+from flexattn.codegen.hopper_tiles import hopper_tiles, piece_rows, why_not
+from flexattn.codegen.shared_memory import tile_dims
 from flexattn.codegen.spec import KernelSpec
 from flexattn.codegen.target import target_of
 from flexattn.frontend.trace import trace
@@ -96,6 +97,7 @@ def _spec(dims: tuple[int, int], leaf: str, **fields: object) -> KernelSpec:
 
 # Accesses to spilled registers in a masked loop that later versions of Triton than 3.6 have; no other loop has any.
 LATER = {((96, 96), "document"): 2, ((128, 128), "document"): 2, ((256, 256), "document"): 6}
+OF_PAGES = 3  # more, in those loops, where keys lie in pages
 
 
 def _in_loops(dims: tuple[int, int], leaf: str) -> int:
@@ -146,6 +148,40 @@ def test_leaves_of_narrow_heads(leaf: str) -> None:
 def test_maxima_and_the_other_half_type() -> None:
     text = _check(_spec((128, 128), "none", want_max=True, dtype="fp16"))
     assert "f16.f16" in text
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 256])
+def test_pages(page_size: int) -> None:
+    _check_pages(_spec((128, 128), "causal", page_size=page_size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [8, 16, 64, 96, 672])
+@pytest.mark.parametrize("leaf", ["causal", "alibi", "bias of keys", "document"])
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_size_of_pages(dims: tuple[int, int], leaf: str, page_size: int) -> None:
+    of_dense_keys = _in_loops(dims, leaf)
+    _check_pages(_spec(dims, leaf, page_size=page_size), of_dense_keys and of_dense_keys + OF_PAGES)
+
+
+def _check_pages(spec: KernelSpec, in_loops: int = 0) -> None:
+    """Beside what holds of dense keys: pieces lie in a buffer as the rows of one tile do."""
+    found, tile = _copied_to(_check(spec, in_loops)), spec.config.BLOCK_N
+    piece = piece_rows(tile, spec.page_size)
+    for name, dims in zip("KV", tile_dims(spec.qk_dim, spec.v_dim, spec.target)):
+        assert emit(spec).signature[name].startswith(f"tensordesc<bf16[1, 1, {piece}, {dims}]")
+        columns = range(0, dims // 64 * tile * 128, tile * 128)  # 64 numbers wide, one behind the other
+        assert {start + row * 128 for start in columns for row in range(0, tile, piece)} in found, name
+
+
+def _copied_to(text: str) -> list[set[int]]:
+    """Where the copies of each tile go, in bytes from its begin."""
+    sums = {m[1]: (m[2], int(m[3])) for m in re.finditer(r"add\.s32\s+(%r\d+), (%r\d+), (-?\d+);", text)}
+    found: dict[str, set[int]] = {}
+    for register in re.findall(r"cp\.async\.bulk\.tensor\.4d\.shared\S*\s+\[(%r\d+)\]", text):
+        base, at = sums.get(register, (register, 0))
+        found.setdefault(base, set()).add(at)
+    return [{at - min(places) for at in places} for places in found.values()]
 
 
 @pytest.mark.slow

@@ -41,8 +41,11 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     made = Compiler()
+    monkeypatch.setenv("FLEXATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling.store, "find", lambda source, start: None)
+    monkeypatch.setattr(compiling.store, "keep", lambda source, compiled: None)
     monkeypatch.setattr(compiling, "build", made.build)
     monkeypatch.setattr(compiling, "_loaded", lambda compiled: compiled)
     for memory in ("_KERNELS", "_FAILED", "_AHEAD"):

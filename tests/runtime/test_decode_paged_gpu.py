@@ -12,14 +12,12 @@ from torch import Tensor
 import flexattn
 from flexattn import AuxRequest, PagedKV, paged_attention
 from flexattn.runtime.reference import oracle
-from tests.helpers import dense
-from tests.paged import Paged, assert_nothing_without_keys, make_paged, query_of
+from tests.paged import Paged, assert_right, make_paged, masks, query_of, scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
 GPU = torch.device("cuda", 0)
 PAGE_SIZES = [1, 8, 16, 24, 64, 512, 672]
 LENGTHS = (1, 15, 16, 0, 17, 64, 1000)
-CAP = 5.0
 
 
 def paged_of(lengths: tuple[int, ...], page_size: int, **more: Any) -> Paged:
@@ -36,40 +34,7 @@ def decode(q: Tensor, pages: PagedKV, mask: Any = None, score: Any = None, **opt
 
 
 def check(paged: Paged, q: Tensor, mask: Any = None, score: Any = None, **options: Any) -> None:
-    """Each request against the oracle over its own keys; errors are of all requests together."""
-    out, lse = decode(q, paged.pages, mask, score, **options)
-    ours, fair = [], []
-    assert_nothing_without_keys(paged, out, lse)
-    for b, qkv, placed_mask, placed_score in paged.placed(q, mask, score):
-        right, right_lse = oracle(*qkv, placed_mask, placed_score)
-        empty = torch.isneginf(right_lse)
-        assert torch.equal(torch.isneginf(lse[b : b + 1]), empty) and (out[b : b + 1][empty] == 0).all()
-        torch.testing.assert_close(lse[b : b + 1].double()[~empty], right_lse[~empty], rtol=0, atol=3e-3)
-        ours.append((out[b : b + 1].double() - right).abs().mean())
-        others = dense([x.detach().clone().requires_grad_() for x in qkv], placed_mask, placed_score)
-        fair.append(max((x.out.double() - right).abs().mean() for x in others))
-    is_single = out.dtype == torch.float32
-    error, allowed = torch.stack(ours).mean().item(), torch.stack(fair).mean().item()
-    assert error <= (2 if is_single else 1.1) * allowed + (1e-7 if is_single else 1e-9), (error, allowed)
-
-
-def masks() -> dict[str, Any]:
-    ids = (torch.arange(2100, device=GPU) // 37).int()
-    return {
-        "none": None,
-        "causal": lambda b, h, i, j: i >= j,
-        "window": lambda b, h, i, j: (i >= j) & (i - j < 300),
-        "documents": lambda b, h, i, j: ids[i] == ids[j],
-        "remainder": lambda b, h, i, j: (i + j + h) % 3 != 1,
-    }
-
-
-def scores() -> dict[str, Any]:
-    slopes = torch.rand(8, device=GPU)
-    return {
-        "soft-cap": lambda s, b, h, i, j: CAP * torch.tanh(s / CAP),
-        "ALiBi": lambda s, b, h, i, j: s + slopes[h] * (j - i) * 0.01,
-    }
+    assert_right(paged, q, decode(q, paged.pages, mask, score, **options), mask, score)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -77,7 +42,7 @@ def scores() -> dict[str, Any]:
 def test_pages_of_any_size(page_size: int, dtype: torch.dtype) -> None:
     paged = paged_of(LENGTHS, page_size, dtype=dtype)
     check(paged, query_of(paged, 8, 1))
-    check(paged, query_of(paged, 8, 4), masks()["causal"], SPLIT_KV=3)
+    check(paged, query_of(paged, 8, 4), masks(GPU)["causal"], SPLIT_KV=3)
     check(paged, query_of(paged, 8, 1), SPLIT_KV=1)
 
 
@@ -86,27 +51,27 @@ def test_pages_of_any_size(page_size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["none", "causal", "window", "documents", "remainder"])
 def test_masks(name: str, page_size: int, layout: str) -> None:
     paged = paged_of((1300, 700, 0, 2048), page_size, layout=layout)
-    check(paged, query_of(paged, 8, 3), masks()[name])
+    check(paged, query_of(paged, 8, 3), masks(GPU)[name])
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("name", ["soft-cap", "ALiBi"])
 def test_scores(name: str, page_size: int) -> None:
     paged = paged_of((1300, 700), page_size)
-    check(paged, query_of(paged, 8, 2), masks()["causal"], scores()[name])
+    check(paged, query_of(paged, 8, 2), masks(GPU)["causal"], scores(GPU)[name])
 
 
 @pytest.mark.parametrize("group", [1, 5, 6, 7, 12, 64])
 @pytest.mark.parametrize("q_len", [1, 4, 17, 64])
 def test_queries_and_groups_of_any_number(q_len: int, group: int) -> None:
     paged = paged_of((1111, 64, 130), 16)
-    check(paged, query_of(paged, 2 * group, q_len), masks()["causal"])
+    check(paged, query_of(paged, 2 * group, q_len), masks(GPU)["causal"])
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 96), (80, 40), (96, 96), (128, 64), (256, 256), (512, 512)])
 def test_head_dims(dims: tuple[int, int]) -> None:
     paged = paged_of((999, 31), 16, dims=dims)
-    check(paged, query_of(paged, 8, 2), masks()["causal"])
+    check(paged, query_of(paged, 8, 2), masks(GPU)["causal"])
 
 
 @pytest.mark.parametrize("page_size", [16, 24, 64])
@@ -115,7 +80,7 @@ def test_head_dims(dims: tuple[int, int]) -> None:
 def test_latent_attention(group: int, v_in_k: bool, page_size: int) -> None:
     paged = paged_of((3000, 0, 777), page_size, kv_heads=1, dims=(576, 512), v_in_k=v_in_k)
     check(paged, query_of(paged, group, 1))
-    check(paged, query_of(paged, group, 2), masks()["causal"], scores()["soft-cap"], SPLIT_KV=5)
+    check(paged, query_of(paged, group, 2), masks(GPU)["causal"], scores(GPU)["soft-cap"], SPLIT_KV=5)
     check(paged, query_of(paged, group, 1), SPLIT_KV=1)
 
 
@@ -124,7 +89,7 @@ def test_where_pages_lie_changes_no_bit(page_size: int) -> None:
     results = []
     for order in range(3):
         paged = paged_of((9000, 413), page_size, order=order, spare=5 * order)
-        results.append(decode(query_of(paged, 8, 3), paged.pages, masks()["window"]))
+        results.append(decode(query_of(paged, 8, 3), paged.pages, masks(GPU)["window"]))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
 

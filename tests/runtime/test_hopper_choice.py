@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,13 @@ import torch
 from flexattn import BlockMask, create_block_mask, explain, mods
 from flexattn.codegen.target import target_of
 from flexattn.codegen.tile_config import TileConfig
-from flexattn.errors import OptionError
+from flexattn.errors import CompileError, OptionError
 from flexattn.runtime import choose, launch
 from flexattn.runtime import compile as compiling
 from flexattn.runtime.attention import AuxRequest, prepare
+from flexattn.runtime.decode import decode_choice
+from flexattn.runtime.settings import FlexPerformanceWarning
+from tests.paged import make_paged, query_of
 
 ASKED = {"warp_specialized": True}
 
@@ -81,29 +86,35 @@ def test_other_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
         _chosen(_inputs(dim=72), ASKED)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
-@pytest.mark.parametrize("want_max", [False, True])
-def test_a_launch_has_every_argument(want_max: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled kernel is replaced by one that notes how it is started."""
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """How kernels are started: each compiled one is replaced by one that notes it."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter's functions do not compile")
     pytest.importorskip("triton.experimental.gluon")
-    started: list[tuple[Any, ...]] = []
+    starts: list[tuple[Any, ...]] = []
     fake = SimpleNamespace(
         n_spills=0,
         function=0,
         packed_metadata=None,
-        run=lambda *given: started.append(given),
+        run=lambda *given: starts.append(given),
         _init_handles=lambda: None,
         launch_metadata=lambda *given: None,
     )
     monkeypatch.setattr(compiling, "build", lambda source, translated=None: fake)
     compiling.clear()
+    yield starts
+    compiling.clear()
+
+
+@pytest.mark.parametrize("want_max", [False, True])
+def test_a_launch_has_every_argument(want_max: bool, started: list[tuple[Any, ...]]) -> None:
     q, k, v = torch.zeros(2, 6, 300, 96, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 500, 96, dtype=torch.bfloat16)
     slopes = torch.ones(6)
     score = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
     aux = AuxRequest(lse=True, max_scores=want_max)
     problem, plan = prepare((q, k, v), score, (None, None), options=ASKED, enable_gqa=True, aux=aux)
     out, lse, peaks = launch.forward(problem, plan)
-    compiling.clear()
     assert out.shape == q.shape and lse.shape == q.shape[:3] and (peaks is not None) == want_max
     (given,) = started
     kernel = choose.choose(problem, plan, "hopper_forward", lambda chosen: None, want_max=want_max)
@@ -141,3 +152,111 @@ def test_explain_says_which_kernel_and_why() -> None:
     assert "attention_forward_hopper (" in text and "the kernel for Hopper: it serves this call" in text
     text = explain(single, single, single)
     assert "not the kernel for Hopper: its products are of bfloat16 and float16" in text
+
+
+# ---------------------------------------------------------------- pages
+def _paged(page_size: int, dtype: torch.dtype = torch.bfloat16, q_len: int = 150, **options: Any) -> tuple[Any, Any]:
+    """A problem over pages and its plan, as of a GPU."""
+    paged = make_paged((700, 0, 130), page_size, dims=(64, 64), dtype=dtype)
+    q = query_of(paged, 4, q_len, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    return prepare((q, paged.pages, None), None, (None, mods.causal()), options=options)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 672])
+def test_pages_are_read_where_they_lie(page_size: int) -> None:
+    problem, plan = _paged(page_size)
+    assert choose.why_gathered(problem, plan, target_of(90)) is None
+    assert choose.forward_kernel(problem, plan)[0] == "hopper_forward"
+    facts = choose.kernel_facts(problem, plan)
+    assert facts["page_size"] == page_size
+
+
+@pytest.mark.parametrize(
+    "given, arch, words",
+    [
+        ({"page_size": 5}, 90, "pages of 5 tokens"),
+        ({"page_size": 12}, 90, "pages of 12 tokens"),
+        ({"page_size": 16, "dtype": torch.float32}, 90, "products are of"),
+        ({"page_size": 16, "dtype": torch.float8_e4m3fn}, 90, "8 bits"),
+        ({"page_size": 16, "strict_nan": True}, 90, "strict_nan"),
+        ({"page_size": 16, "BLOCK_M": 64}, 90, "fixes tiles"),
+        ({"page_size": 16, "warp_specialized": False}, 90, "given by"),
+        ({"page_size": 16, "q_len": 20}, 90, "more than 32 queries"),
+        ({"page_size": 16}, 100, "sm_100"),
+    ],
+)
+def test_why_pages_are_gathered(given: dict[str, Any], arch: int, words: str) -> None:
+    problem, plan = _paged(**given)
+    why = choose.why_gathered(problem, plan, target_of(arch))
+    assert why is not None and words in why
+
+
+def test_a_gradient_needs_dense_keys() -> None:
+    paged = make_paged((70,), 16, dims=(64, 64), dtype=torch.bfloat16)
+    q = query_of(paged, 4, 66).requires_grad_()
+    problem, plan = prepare((q, paged.pages, None), None, (None, None))
+    assert choose.why_gathered(problem, plan, target_of(90)) == "a gradient is needed"
+
+
+def test_scales_need_dense_keys() -> None:
+    """Of half types too, and the decode kernel reads none either."""
+    paged = make_paged((70,), 16, dims=(64, 64), dtype=torch.bfloat16)
+    pages = replace(paged.pages, v_scale=torch.full((2,), 0.5))
+    for q_len in (1, 66):
+        q = query_of(paged, 4, q_len)
+        problem, plan = prepare((q, pages, None), None, (None, None))
+        assert choose.why_gathered(problem, plan, target_of(90)) == "pages have scales"
+        assert decode_choice(problem, target_of(90)) == (False, "pages have scales")
+
+
+def test_explain_says_whether_pages_are_copied() -> None:
+    for page_size, words in (
+        (16, "read where they lie in pages"),
+        (5, "copied first, as dense tensors with zeros behind each"),
+    ):
+        paged = make_paged((700, 130), page_size, dims=(64, 64), dtype=torch.bfloat16)
+        text = explain(query_of(paged, 4, 150), paged.pages, None, mask_mod=mods.causal())
+        assert words in text and "attention_forward_hopper" in text
+        assert ("length: pages of 5 tokens" in text) == (page_size == 5)
+
+
+def test_a_launch_over_pages_has_every_argument(started: list[tuple[Any, ...]]) -> None:
+    """Two kernels are started: the one that copies what lengths cut, and the one that reads its copy and the pages."""
+    problem, plan = _paged(48)
+    out, _, _ = launch.forward(problem, plan)
+    launch.forward(problem, plan)
+    assert out.shape == problem.q.shape and len(started) == 4
+    kernel = choose.choose(problem, plan, "hopper_forward", lambda chosen: None, want_max=False)
+    names = compiling.jit_function(kernel.kernel.source).arg_names  # type: ignore[union-attr]
+    for cut, attend in (started[:2], started[2:]):
+        assert cut[0] == 3 * 2
+        values, pages = dict(zip(names, attend[-len(names) :])), problem.pages
+        assert [values[n].block_shape for n in ("K", "V", "V_CUT")] == [[1, 1, 16, 64]] * 3
+        assert values["K"].base is pages.k_pages and values["V"].shape == list(pages.v_pages.shape)
+        assert values["V_CUT"].shape == [3, 2, 16, 64] and values["V_CUT"].strides == [2048, 1024, 64, 1]
+        assert values["PAGES"] == pages.page_indices.data_ptr() and values["kv_len"] == pages.max_length
+        assert values["KV_LENGTHS"] == pages.kv_lengths.data_ptr()
+        assert [n for n, kind in kernel.kernel.source.signature.items() if values[n] is None] == []
+
+
+def test_what_cannot_be_built_over_pages_is_gathered_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries whose decode kernel fails, and many for which the kernel for Hopper does: once said, then remembered."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise CompileError("it cannot be built", given="nothing", hint="nothing")
+
+    def runs(problem: Any, *args: Any, **kwargs: Any) -> Any:
+        if problem.pages is not None:
+            fails()
+        ran.append(problem.k.shape)
+
+    ran: list[torch.Size] = []
+    monkeypatch.setattr(launch.decode, "forward", fails)
+    monkeypatch.setattr(launch, "_run", runs)
+    for q_len, said in ((20, "the decode kernel could not"), (150, "the forward kernel over pages could not")):
+        problem, plan = _paged(16, q_len=q_len)
+        with pytest.warns(FlexPerformanceWarning, match=said):
+            launch.forward(problem, plan)
+        launch.forward(problem, plan)
+        assert choose.why_gathered(problem, plan, target_of(90)) is not None
+    assert ran == [(3, 2, 704, 64)] * 4

@@ -244,3 +244,19 @@ def test_explain_runs_and_traces_nothing_it_does_not_count():
     flexattn.reset_stats()
     explain(q, k, v)
     assert flexattn.stats().launches.total() == 0
+
+
+def test_explain_says_how_much_work_a_call_is() -> None:
+    """By hand: 1 x 6 heads, 300 queries, 2 x 500 keys, dims 32 and 64, causal."""
+    q, k, v = torch.ones(1, 6, 300, 32), torch.ones(1, 2, 500, 32), torch.ones(1, 2, 500, 64)
+    kept, visited = 300 * 301 // 2, (1 + 2 + 3) * 128 * 128
+    said = flexattn.explain(q, k, v, mask_mod=flexattn.mods.causal(), enable_gqa=True)
+    flop, tiles, backward = (6 * 2 * n / 1e6 for n in (96 * kept, 96 * visited, 224 * visited))
+    assert (
+        f"work: {flop:.3g} MFLOP in kept pairs, {tiles:.3g} MFLOP in visited tiles; backward {backward:.3g} MFLOP"
+        in said
+    )
+    moved = 4 * (6 * 300 * (96 + 1) + 2 * 500 * 96)
+    assert f"at least {moved / 1e6:.3g} MB read and written" in said
+    whole = flexattn.explain(q, k, v, enable_gqa=True)
+    assert f"work: {6 * 2 * 96 * 300 * 500 / 1e6:.3g} MFLOP in kept pairs" in whole

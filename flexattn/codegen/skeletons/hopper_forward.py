@@ -20,6 +20,8 @@ The ideas, each for one reason:
   bits       which keys of a tile lie within their row's ends is a bit an element, made for all elements of a thread at once.
   foresight  captured values that are the same for every query are read while the scores they go with are being multiplied.
   pairs      probabilities are carried from a step to the next as pairs in a register: halves would be moved about within a turn.
+  pages      keys that lie in pages come to the same buffers in pieces, each of one page, whose number the copying warp looks up: the
+             other warps know nothing of it. The values a length cuts come from a small copy, as what is behind them may be NaN.
   lane sums  a row's sum stays apart in the four lanes that hold the row and is added up once, after the last tile.
 
 A row's first tile of keys is worked on before the loops, by code with a mask; it is also what a row without tiles looks at, so that
@@ -199,29 +201,70 @@ def further_span(EXTRA, more, span, start, stop):
 
 
 @gluon.jit
-def put(TENSOR, buffers, ready, batch, head, block, at, FREE: gl.constexpr, BLOCK_N: gl.constexpr, THREADS: gl.constexpr):
-    """Copies a tile of keys or values to its buffer, once that is free. The second buffer of values is given free before it was ever
-    filled: the very first step multiplies the values of no tile."""
-    buffer, _ = buffer_of(at)
-    if at >= (2 if FREE == K_FREE else 1):
-        barrier_wait(FREE + buffer, THREADS)
-    mbarrier.expect(ready.index(buffer), TENSOR.block_type.nbytes)
-    copy_in(TENSOR, [batch, head, block * BLOCK_N, 0], ready.index(buffer), buffers.index(buffer))
+def pieces_of(block, numbers, length, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr, PIECE: gl.constexpr):
+    """Where the pieces of a tile of paged keys lie, each in a lane of its own: [32] pages and first rows in them. What lies behind the
+    request's length has page -1: no pool has it, and the hardware makes zeros of it."""
+    lane = gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))
+    first = block * BLOCK_N + lane * PIECE
+    pages = gl.load(numbers + first // PAGE_SIZE, mask=(lane < BLOCK_N // PIECE) & (first < length), other=-1)
+    return pages, first % PAGE_SIZE
 
 
 @gluon.jit
-def put_spans(K, V, ring, line, EXTRA, place, at, older, last, began, KIND: gl.constexpr, BLOCK_N: gl.constexpr,
-              THREADS: gl.constexpr):
+def of_lane(values, lane):
+    """One of [32] numbers of -1 or more."""
+    lanes = gl.arange(0, WARP, values.type.layout)
+    return gl.max(gl.where(lanes == lane, values, -1), 0)
+
+
+@gluon.jit
+def put(TENSOR, CUT, buffers, ready, place, block, at, FREE: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr,
+        THREADS: gl.constexpr):
+    """Copies a tile of keys or values to its buffer, once that is free. The second buffer of values is given free before it was ever
+    filled: the very first step multiplies the values of no tile.
+
+    In pages, a tile comes in pieces that each lie in one, whose numbers are on their way while the buffer is waited for. A piece that
+    the request's length cuts holds anything behind it, and a probability of 0 makes zeros of numbers only: of values it is read
+    from CUT."""
+    buffer, _ = buffer_of(at)
+    batch, head, numbers, length = place
+    if PAGE_SIZE > 0:
+        PIECE: gl.constexpr = TENSOR.block_type.shape[2]
+        pages, rows = pieces_of(block, numbers, length, BLOCK_N, PAGE_SIZE, PIECE)
+    if at >= (2 if FREE == K_FREE else 1):
+        barrier_wait(FREE + buffer, THREADS)
+    if PAGE_SIZE == 0:
+        mbarrier.expect(ready.index(buffer), TENSOR.block_type.nbytes)
+        copy_in(TENSOR, [batch, head, block * BLOCK_N, 0], ready.index(buffer), buffers.index(buffer))
+    else:
+        mbarrier.expect(ready.index(buffer), BLOCK_N // PIECE * TENSOR.block_type.nbytes)
+        for piece in gl.static_range(BLOCK_N // PIECE):
+            page = of_lane(pages, piece)
+            row = 0 if PIECE == PAGE_SIZE else of_lane(rows, piece)
+            mine = buffers.index(buffer).slice(piece * PIECE, PIECE, dim=2)
+            if CUT is None:
+                copy_in(TENSOR, [page, head, row, 0], ready.index(buffer), mine)
+            else:
+                kept = length - (block * BLOCK_N + piece * PIECE)
+                if (kept > 0) & (kept < PIECE):
+                    copy_in(CUT, [batch, head, 0, 0], ready.index(buffer), mine)
+                else:
+                    copy_in(TENSOR, [page, head, row, 0], ready.index(buffer), mine)
+
+
+@gluon.jit
+def put_spans(K, V, CUT, ring, line, EXTRA, places, at, older, last, began, KIND: gl.constexpr, BLOCK_N: gl.constexpr,
+              PAGE_SIZE: gl.constexpr, THREADS: gl.constexpr):
     """Copies all tiles of one kind, keys and values in the order of their release: values follow two tiles behind."""
     k_buffers, v_buffers, k_ready, v_ready = ring
-    k_batch, v_batch, head = place
+    k_place, v_place = places
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
         for block in range(start, stop):
             if at > began + 1:
-                put(V, v_buffers, v_ready, v_batch, head, older, at - 2, V_FREE, BLOCK_N, THREADS)
-            put(K, k_buffers, k_ready, k_batch, head, block, at, K_FREE, BLOCK_N, THREADS)
+                put(V, CUT, v_buffers, v_ready, v_place, older, at - 2, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
+            put(K, None, k_buffers, k_ready, k_place, block, at, K_FREE, BLOCK_N, PAGE_SIZE, THREADS)
             older = last
             last = block
             at += 1
@@ -229,13 +272,14 @@ def put_spans(K, V, ring, line, EXTRA, place, at, older, last, began, KIND: gl.c
 
 
 @gluon.jit
-def produce(Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS: gl.constexpr,
-            Q_BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr):
+def produce(Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS: gl.constexpr,
+            Q_BUFFERS: gl.constexpr, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """The copying warp. It takes the number of the next tile of queries, and reads its row, before it waits to copy the last values
     of this one."""
     THREADS: gl.constexpr = WARPGROUPS * 128 + WARP
     ROLES: gl.constexpr = q_tiles.shape[0] // Q_BUFFERS
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PAGES, PAGE_STARTS, KV_LENGTHS, V_CUT = paged
     k_buffers, v_buffers = buffers
     q_ready, k_ready, v_ready, next_ready = ready
     ring = (k_buffers, v_buffers, k_ready, v_ready)
@@ -247,8 +291,12 @@ def produce(Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, 
     turn = 0
     while tile < total:
         kv_head = head // steps[1]
-        k_batch = gl.where(strides[0] == 0, 0, batch)
-        v_batch = gl.where(strides[1] == 0, 0, batch)
+        if PAGE_SIZE == 0:
+            k_place = (gl.where(strides[0] == 0, 0, batch), kv_head, None, None)
+            v_place = (gl.where(strides[1] == 0, 0, batch), kv_head, None, None)
+        else:
+            k_place = (batch, kv_head, PAGES + gl.load(PAGE_STARTS + batch), gl.load(KV_LENGTHS + batch))
+            v_place = k_place
         q_buffer, _ = queries_of(turn, Q_BUFFERS)
         if turn >= Q_BUFFERS:
             barrier_wait(Q_FREE + q_buffer, THREADS)
@@ -259,15 +307,19 @@ def produce(Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, 
         began = at
         older = 0
         last = 0
-        place = (k_batch, v_batch, kv_head)
-        at, older, last = put_spans(K, V, ring, line, table[1], place, at, older, last, began, PARTIAL, BLOCK_N, THREADS)
-        at, older, last = put_spans(K, V, ring, line, table[1], place, at, older, last, began, FULL, BLOCK_N, THREADS)
+        places = (k_place, v_place)
+        at, older, last = put_spans(
+            K, V, V_CUT, ring, line, table[1], places, at, older, last, began, PARTIAL, BLOCK_N, PAGE_SIZE, THREADS
+        )
+        at, older, last = put_spans(
+            K, V, V_CUT, ring, line, table[1], places, at, older, last, began, FULL, BLOCK_N, PAGE_SIZE, THREADS
+        )
         if at == began:  # a row without tiles
-            put(K, k_buffers, k_ready, k_batch, kv_head, 0, at, K_FREE, BLOCK_N, THREADS)
+            put(K, None, k_buffers, k_ready, k_place, 0, at, K_FREE, BLOCK_N, PAGE_SIZE, THREADS)
             at += 1
         taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
         if at > began + 1:
-            put(V, v_buffers, v_ready, v_batch, kv_head, older, at - 2, V_FREE, BLOCK_N, THREADS)
+            put(V, V_CUT, v_buffers, v_ready, v_place, older, at - 2, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
         if taken == total - 1:  # the last number anybody takes
             gl.store(COUNTER, 0)
         tile = gl.num_programs(0) + taken
@@ -276,7 +328,7 @@ def produce(Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, 
         mbarrier.arrive(next_ready.index(slot), count=1)
         batch, head, line = row_of(gl.minimum(tile, total - 1), table, steps)
         first = gl.load(line) * (WARPGROUPS * QUERIES)
-        put(V, v_buffers, v_ready, v_batch, kv_head, last, at - 1, V_FREE, BLOCK_N, THREADS)
+        put(V, V_CUT, v_buffers, v_ready, v_place, last, at - 1, V_FREE, BLOCK_N, PAGE_SIZE, THREADS)
         turn += 1
 
 
@@ -730,14 +782,19 @@ def consume(group, results, memory, table, steps, caps, sizes,
 
 
 @gluon.jit
-def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides, k_strides, v_strides, out_strides, caps,
-                             scale, q_heads, group, q_len, kv_len, pairs, lines, batch_step, head_step, swizzle,
+def attention_forward_hopper(Q, K, V, PAGES, PAGE_STARTS, KV_LENGTHS, V_CUT, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_strides,
+                             k_strides, v_strides, out_strides, caps, scale, q_heads, group, q_len, kv_len, pairs, lines,
+                             batch_step, head_step, swizzle,
                              SCORE_MOD: gl.constexpr, ENDS: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr,
                              SEEN: gl.constexpr, QK_PAD: gl.constexpr, QK_USED: gl.constexpr, V_DIM: gl.constexpr, V_PAD: gl.constexpr,
                              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_BUFFERS: gl.constexpr, FOLD_SCALE: gl.constexpr,
-                             IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr):
+                             IS_LAZY: gl.constexpr, WANT_MAX: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Tiles of BLOCK_M = 128 or 192 queries of one (batch, head) pair; grid: as many programs as run at once. COUNTER is 0
-    before, and 0 after."""
+    before, and 0 after.
+
+    PAGE_SIZE: 0 where keys and values are dense. Else K and V are pages [pages, heads, PAGE_SIZE, dim]; position p of batch entry b
+    lies in page PAGES[PAGE_STARTS[b] + p // PAGE_SIZE], those before KV_LENGTHS[b] count, and V_CUT [batch, heads, piece, dim] are
+    the values that length cuts a piece of, with zeros behind it."""
     WARPGROUPS: gl.constexpr = BLOCK_M // 64
     ROLES: gl.constexpr = 1 if is_told(WARPGROUPS) else WARPGROUPS
     ROLE_ROWS: gl.constexpr = BLOCK_M // ROLES
@@ -768,12 +825,14 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
     steps = (q_heads, group)
     sizes = (q_len, kv_len, scale)
     strides = (k_strides[0], v_strides[0])
+    paged = (PAGES, PAGE_STARTS, KV_LENGTHS, V_CUT)
     # registers of a thread: the copying and the looking warp 24, the others what is left
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (consume, (None, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
                        QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
+            (produce, (Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS,
+                       BLOCK_N, PAGE_SIZE)),
             (announce, (next_tile, ready, table, steps, WARPGROUPS, Q_BUFFERS)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
@@ -785,5 +844,6 @@ def attention_forward_hopper(Q, K, V, OUT, LSE, MAX, ROWS, EXTRA, COUNTER, q_str
                        QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
             (consume, (2, results, memory, table, steps, caps, sizes, SCORE_MOD, ENDS, MASK_MOD, KNOWN, SEEN, QK_PAD,
                        QK_USED, V_DIM, V_PAD, BLOCK_N, WARPGROUPS, Q_BUFFERS, FOLD_SCALE, IS_LAZY, WANT_MAX)),
-            (produce, (Q, K, V, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS, BLOCK_N)),
+            (produce, (Q, K, V, paged, COUNTER, q_tiles, buffers, next_tile, ready, table, steps, strides, WARPGROUPS, Q_BUFFERS,
+                       BLOCK_N, PAGE_SIZE)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
