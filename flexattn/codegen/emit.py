@@ -221,9 +221,10 @@ def _hopper_forward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[s
 def _hopper_backward_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int | None, int]]]:
     arguments = _Arguments(spec)
     _by_column(arguments)
-    arguments.result("DQ", spec.qk_dim, "dq_strides")
-    arguments.plain(DQ_SUMS="*fp32", COUNTS="*i32", TURNS="*i32", COUNTER="*i32")
+    arguments.plain(DQ_SUMS="*fp32")
     arguments.aligned.append(("DQ_SUMS", None, 16))
+    if spec.is_queued:
+        arguments.plain(COUNTER="*i32")
     return arguments.types, arguments.aligned
 
 
@@ -258,7 +259,7 @@ def _hopper_key_gradients_signature(spec: KernelSpec) -> tuple[Signature, list[t
     arguments = _Arguments(spec)
     _by_column(arguments)
     if _is_fused_without_dq(spec):
-        arguments.plain(DQ_SUMS="i32", DQ="i32", COUNTS="*i32", TURNS="*i32", COUNTER="i32", dq_strides=("i32",) * 4)
+        arguments.plain(DQ_SUMS="i32")
     return arguments.types, arguments.aligned
 
 
@@ -305,8 +306,7 @@ def _delta_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int |
     arguments = _Arguments(spec)
     arguments.result("OUT", spec.v_dim, "out_strides")
     arguments.tensor("D_OUT", spec.layouts[3], "d_out_strides")
-    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", SUMS="*fp32", row_step="i32", **_GRID)
-    arguments.aligned.append(("SUMS", None, 16))
+    arguments.plain(LSE="*fp32", D_LSE="*fp32", DELTA="*fp32", ROW_LSE="*fp32", row_step="i32", **_GRID)
     return arguments.types, arguments.aligned
 
 
@@ -416,13 +416,13 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
     q, k, v, d_out = spec.described
     if spec.kernel == "delta":
         return {"V_DIM": spec.v_dim, "V_PAD": padded(spec.v_dim), "BLOCK_M": spec.config.BLOCK_M, "HAS_D_LSE": spec.has_d_lse,
-                "IS_D_OUT_DESCRIBED": d_out, "CLEARS": spec.clears}  # fmt: skip
+                "IS_D_OUT_DESCRIBED": d_out}  # fmt: skip
     qk_pad, v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)
     if spec.kernel == "merge":
         return {"V_DIM": spec.v_dim, "V_PAD": v_pad, "BLOCK_M": spec.config.BLOCK_M,
                 "WANT_MAX": spec.want_max, "IS_CHAINED": spec.is_chained}  # fmt: skip
     if spec.kernel == "hopper_dq":
-        return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M, "REVERSED": spec.clears > 0}
+        return {"QK_DIM": spec.qk_dim, "QK_PAD": qk_pad, "BLOCK_M": spec.config.BLOCK_M}
     part = qk_pad * 3 // 4  # whole columns of 64, or half a one
     qk_used = part if qk_pad >= 128 and spec.qk_dim <= part else qk_pad
     if spec.is_gluon and spec.kernel != "hopper_forward":
@@ -431,9 +431,8 @@ def _constexprs(spec: KernelSpec) -> dict[str, Any]:
             "V_PAD": v_pad, "FOLD_SCALE": spec.fold_scale,
         }  # fmt: skip
         if spec.kernel == "hopper_backward" or _is_fused_without_dq(spec):
-            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": spec.kernel == "hopper_backward",
-                    "IN_TURNS": spec.in_turns, "PERSISTS": spec.persists, "DESCENDS": spec.descends,
-                    "QK_DIM": spec.qk_dim}  # fmt: skip
+            values |= {} if spec.is_queued else {"COUNTER": None}
+            return {**values, "BLOCK_M": spec.config.BLOCK_M, "WANT_DQ": spec.kernel == "hopper_backward"}
         if spec.kernel == "hopper_key_gradients":
             return {**values, "QK_USED": qk_used, "BLOCK_M": spec.config.BLOCK_M}
         v_buffers = 2 if v_pad <= 128 else 1  # what there is room for

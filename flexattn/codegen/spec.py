@@ -109,14 +109,6 @@ class KernelSpec:
     want_dk: bool = True
     want_dv: bool = True
     has_d_lse: bool = False
-    clears: int = (
-        0  # float32 sums of each row that the pre-pass clears; of the post-pass, not 0 where it goes from the end
-    )
-    in_turns: int = (
-        0  # of the fused backward: columns add to dq in the order of the table's lines; 1 told a tile later, 2 at once
-    )
-    persists: bool = False  # of the fused backward: programs take columns until none is left
-    descends: bool = False  # of the fused backward: from the last queries to the first
 
     @property
     def number_kinds(self) -> tuple[str, ...]:
@@ -154,6 +146,16 @@ class KernelSpec:
     def is_gluon(self) -> bool:
         """Whether the kernel says where each element lies: its skeleton is written in Gluon."""
         return self.kernel == "hopper_forward" or self.kernel in HOPPER_GRADIENTS
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether as many programs run as there are multiprocessors, and each takes tiles by a counter until none is left.
+
+        In the fused backward where a mask reads captured tensors, as one of documents does: their columns are short and differ, and a
+        program's start and end show. Not beside a score function, which leaves no registers for it."""
+        if self.kernel == "hopper_backward":
+            return self.score is None and self.mask is not None and len(self.mask.captures) > 0
+        return self.kernel == "hopper_forward"
 
     @property
     def is_chained(self) -> bool:

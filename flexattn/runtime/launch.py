@@ -83,7 +83,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         peaks = torch.empty_like(lse) if problem.want_max else None
         results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
-        if ready.spec.is_gluon:
+        if ready.spec.is_queued:
             results["COUNTER"] = devices.counters_of(q.device)
         if problem.pages is not None:
             results["V_CUT"] = cut_values(problem.pages, plan, piece_rows(ready.cut.kv_tile, problem.pages.page_size))
@@ -140,8 +140,7 @@ def backward(
             out = out.contiguous()
         while (kernels := backward_kernels(problem, plan, tensor_layout(d_out), needs)[0]) != PORTABLE:
             try:
-                wants_sums = CLEARS and kernels == FUSED and FORM[0] != 3
-                common = run_delta(problem, plan, out, lse, d_out, d_lse, _whole_rows(out.shape[2]), wants_sums)
+                common = run_delta(problem, plan, out, lse, d_out, d_lse, _whole_rows(out.shape[2]))
                 run = run_fused if kernels == FUSED else run_apart
                 results = run(problem, plan, common, needs)
                 return (*results, run_dq(problem, plan, common, False, need_captures)[1])
@@ -295,8 +294,7 @@ def _ready(problem: Problem, kernel: str, chosen: Chosen, arguments: dict[str, A
     walk = {"pairs": pairs, "lines": lines, "swizzle": _swizzle(problem, pairs, lines, is_transposed)}
     if kernel in (*FUSED, *APART) and is_transposed:
         walk["q_tiles"] = _whole_rows(q.shape[2]) // config.BLOCK_M
-    # its programs take tiles until none is left
-    at_once = chosen.spec.target.processors if kernel == "hopper_forward" or chosen.spec.persists else _LINE_LIMIT
+    at_once = chosen.spec.target.processors if chosen.spec.is_queued else _LINE_LIMIT
     launch = chosen.kernel.fix(min(pairs * lines, at_once), {**arguments, **walk}, changing=_EACH_CALL)
     in_order = is_transposed and pairs != q.shape[0] * q.shape[1]
     return Ready(launch, chosen.spec, _cut(config, is_transposed), in_order)
@@ -385,31 +383,26 @@ class Common(NamedTuple):
 
 
 def run_delta(
-    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, row_step: int | None = None,
-    wants_sums: bool = False,
+    problem: Problem, plan: Plan, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, row_step: int | None = None
 ) -> Common:  # fmt: skip
     """Runs the pre-pass; returns what the gradient kernels take from it: of each (batch, head) pair row_step rows, q_len or
     more."""
     row_step = lse.shape[2] if row_step is None else row_step
     stats = lse.new_empty(2, lse.shape[0] * lse.shape[1] * row_step)
-    clears = padded(problem.q.shape[3]) if wants_sums else 0
-    launch = _delta_launch(plan, out, d_out, d_lse is not None, row_step, clears)
-    sums = lse.new_empty(stats.shape[1] * clears // 128, 128) if clears else stats
+    launch = _delta_launch(plan, out, d_out, d_lse is not None, row_step)
     d_lse = lse if d_lse is None else d_lse.to(torch.float32).contiguous()
     terms = {"D_OUT": d_out, "ROW_LSE": stats[0], "DELTA": stats[1], "STATS": stats}
-    launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, "SUMS": sums, **terms}, device=out.device)
-    if clears:
-        terms["DQ_SUMS"] = sums
+    launch({"OUT": out, "LSE": lse, "D_LSE": d_lse, **terms}, device=out.device)
     return Common({**_inputs(problem), **terms}, (_sizes(problem), _facts(d_out)), row_step)
 
 
-def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_step: int, clears: int) -> Starts:
-    key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse, row_step, clears)
+def _delta_launch(plan: Plan, out: Tensor, d_out: Tensor, has_d_lse: bool, row_step: int) -> Starts:
+    key = (out.device.index, out.shape, out.stride(), _facts(d_out), has_d_lse, row_step)
     known: dict[Any, Starts] = plan.memo.setdefault("delta", {})
     launch = known.get(key)
     if launch is None:
         batch, heads, q_len, v_dim = out.shape
-        spec = replace(_delta_spec(v_dim, out.dtype, tensor_layout(d_out), has_d_lse, out.device), clears=clears)
+        spec = _delta_spec(v_dim, out.dtype, tensor_layout(d_out), has_d_lse, out.device)
         _, kernel = first_that_builds([spec], out.device)
         lines = -(-row_step // spec.config.BLOCK_M)
         fixed = {
@@ -429,41 +422,6 @@ def _delta_spec(
     )  # fmt: skip
 
 
-CLEARS = False
-FORM: tuple[int, bool, bool] = (0, False, False)  # in_turns, persists, descends
-_TURNS: dict[Any, tuple[Any, ...]] = {}
-
-
-def turns_of(table: dict[str, Any], q_tiles: int, q_len: int, descends: bool) -> tuple[dict[str, Any], bool]:
-    """A table by column with its lines in the order of keys, and of each line and tile of queries twice how many lines before it walk
-    the tile too, one more where none behind it does: int32 [masks, lines, q_tiles]; whether every tile is walked.
-
-    Where columns walk from the last queries to the first, the first keys come first, and else the last ones: under a causal mask a
-    column then follows the one before it at a tile's distance, and the other way round it would wait for all of it.
-    Reads the table back; kept by its address."""
-    rows, extra = table["ROWS"], table["EXTRA"]
-    key = (rows.data_ptr(), rows._version, rows.shape, q_tiles, descends)
-    if key not in _TURNS:
-        order = rows[:, :, 0].argsort(1, descending=not descends)
-        natural = rows.gather(1, order[:, :, None].expand(rows.shape)).contiguous()
-        walks = torch.zeros(*natural.shape[:2], q_tiles, dtype=torch.int32)
-        spans = extra.reshape(-1).tolist()
-        for m, lines in enumerate(natural.tolist()):
-            for n, line in enumerate(lines):
-                for kind in (0, 1):
-                    for span in range(line[3 + kind]):
-                        at = 2 * (line[9 + kind] + span - 1)
-                        start, stop = line[5 + 2 * kind : 7 + 2 * kind] if span == 0 else spans[at : at + 2]
-                        walks[m, n, start:stop] = 1
-        before = walks.cumsum(1)
-        codes = 2 * (before - walks) + ((before == walks.sum(1, keepdim=True)) & (walks == 1))
-        turns = codes.to(torch.int32).to(rows.device).contiguous()
-        covers = bool((walks.sum(1)[:, : -(-q_len * q_tiles // _whole_rows(q_len))] > 0).all())
-        _TURNS[key] = (rows, natural, turns, covers)
-    _, natural, turns, covers = _TURNS[key]
-    return {**table, "ROWS": natural, "TURNS": turns}, covers
-
-
 def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, of which all are needed, by one kernel and its post-pass.
 
@@ -472,39 +430,21 @@ def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tup
     """
     q, k, v = problem.q, problem.k, problem.v
     rows = q.shape[0] * q.shape[1] * _whole_rows(q.shape[2])
-    q_order, k_order, v_order = _unit_order(q), _unit_order(k), _unit_order(v)
+    k_order, v_order = _unit_order(k), _unit_order(v)
 
     def start(ready: Ready) -> tuple[Tensor, Tensor, Tensor]:
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
-        finishes = ready.spec.in_turns == 3
-        sums = common.arguments.get("DQ_SUMS")
-        if sums is None:
-            make = torch.empty if finishes else torch.zeros
-            sums = make(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
-        dq = torch.empty_permuted(q.shape, q_order, dtype=q.dtype, device=q.device) if finishes else q
-        table = _table(problem, ready)
-        results = {"DK": dk, "DV": dv, "DQ": dq, "DQ_SUMS": sums, "COUNTER": devices.counters_of(q.device)}
-        if ready.spec.in_turns:
-            table, covers = turns_of(
-                table, _whole_rows(q.shape[2]) // ready.spec.config.BLOCK_M, q.shape[2], ready.spec.descends
-            )
-            if finishes and not covers:
-                dq.zero_()
-            tiles = rows // ready.spec.config.BLOCK_M
-            table["COUNTS"] = torch.zeros(tiles + 1, dtype=torch.int32, device=q.device)
-        else:
-            table["COUNTS"] = table["TURNS"] = table["ROWS"]
-        ready.launch({**common.arguments, **table, **results}, device=q.device)
-        clears = int("DQ_SUMS" in common.arguments)
-        return dq if finishes else _dq_of(sums, problem, plan, replace(ready.spec, clears=clears)), dk, dv
+        sums = torch.zeros(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
+        results = {"DK": dk, "DV": dv, "DQ_SUMS": sums}
+        if ready.spec.is_queued:
+            results["COUNTER"] = devices.counters_of(q.device)
+        ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
+        return _dq_of(sums, problem, plan, ready.spec), dk, dv
 
-    fixed = lambda: {
-        "repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "dq_strides": dense_strides(tuple(q.shape), q_order),
-    }  # fmt: skip
+    fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1])}
     result: tuple[Tensor, Tensor, Tensor]
-    wants = dict(zip(("in_turns", "persists", "descends"), FORM))
-    result = _run(problem, plan, "hopper_backward", start, fixed, (q_order, k_order, v_order), common=common, **wants)
+    result = _run(problem, plan, "hopper_backward", start, fixed, (k_order, v_order), common=common)
     return result
 
 
@@ -527,9 +467,7 @@ def run_apart(
     def start_key(ready: Ready) -> tuple[Tensor, Tensor]:
         dk = torch.empty_permuted(k.shape, k_order, dtype=k.dtype, device=k.device)
         dv = torch.empty_permuted(v.shape, v_order, dtype=v.dtype, device=v.device)
-        table = _table(problem, ready)
-        unused = {"COUNTS": table["ROWS"], "TURNS": table["ROWS"]}
-        ready.launch({**common.arguments, **table, **unused, "DK": dk, "DV": dv}, device=q.device)
+        ready.launch({**common.arguments, **_table(problem, ready), "DK": dk, "DV": dv}, device=q.device)
         return dk, dv
 
     dq = dk = dv = None
@@ -538,14 +476,7 @@ def run_apart(
         fixed: Callable[[], dict[str, Any]] = lambda: {"row_step": common.row_step}
         dq = _run(problem, plan, of_query, start_query, fixed, (_unit_order(q), common.row_step), common=common)
     if needs[1] or needs[2]:
-        repeats = q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1])
-        fixed = lambda: {
-            "repeats": repeats,
-            "DQ_SUMS": 0,
-            "DQ": 0,
-            "dq_strides": (0,) * 4,
-            "COUNTER": 0,
-        }  # no sums of dq
+        fixed = lambda: {"repeats": q.shape[0] * q.shape[1] // (k.shape[0] * k.shape[1]), "DQ_SUMS": 0}  # no sums of dq
         dk, dv = _run(problem, plan, of_keys, start_key, fixed, (k_order, v_order), common=common)
     return dq, dk if needs[1] else None, dv if needs[2] else None
 
@@ -558,7 +489,7 @@ def _dq_of(sums: Tensor, problem: Problem, plan: Plan, spec: KernelSpec) -> Tens
     """dq from the fused backward's sums."""
     q = problem.q
     dq = torch.empty_permuted(q.shape, _unit_order(q), dtype=q.dtype, device=q.device)
-    key = (q.device.index, q.shape, dq.stride(), problem.scale, spec.config, spec.clears)
+    key = (q.device.index, q.shape, dq.stride(), problem.scale, spec.config)
     known: dict[Any, Starts] = plan.memo.setdefault("fused dq", {})
     launch = known.get(key)
     if launch is None:

@@ -14,18 +14,13 @@ from flexattn.codegen.skeletons import softmax, tiles
 
 
 @triton.jit
-def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, SUMS, out_strides, d_out_strides, q_heads, q_len, row_step,
+def attention_backward_delta(OUT, D_OUT, LSE, D_LSE, DELTA, ROW_LSE, out_strides, d_out_strides, q_heads, q_len, row_step,
                              pairs, lines, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                             HAS_D_LSE: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr, CLEARS: tl.constexpr):
+                             HAS_D_LSE: tl.constexpr, IS_D_OUT_DESCRIBED: tl.constexpr):
     """delta of BLOCK_M rows, and their log-sums as the gradient kernels read them. A pair has row_step rows there, q_len or more:
-    those past the end are empty ones. Writes 0 to CLEARS float32 sums of each row, and then goes from the last rows to the first,
-    with which the next kernel begins: they are still in the cache."""
-    tile = tl.program_id(0) if CLEARS == 0 else tl.num_programs(0) - 1 - tl.program_id(0)
-    pair = tile // lines
-    first = (tile % lines) * BLOCK_M
-    if CLEARS > 0:
-        here = (pair.to(tl.int64) * row_step + first) * CLEARS + tl.arange(0, BLOCK_M * CLEARS)
-        tl.store(SUMS + here, tl.zeros([BLOCK_M * CLEARS], tl.float32), mask=here < (pair + 1).to(tl.int64) * row_step * CLEARS)
+    those past the end are empty ones."""
+    pair = tl.program_id(0) // lines
+    first = (tl.program_id(0) % lines) * BLOCK_M
     batch = pair // q_heads
     head = pair % q_heads
     out = tiles.load_tile(OUT, out_strides, batch, head, first, q_len, BLOCK_M, V_DIM, V_PAD, False, True)

@@ -14,6 +14,8 @@ The ideas, each for one reason:
   statistics rows' log-sums and deltas come with the tiles, by the same copies; rows past the end have log-sum +inf there, which
              makes their probabilities 0.
   releases   "this buffer is free" is an arrival at a named barrier, as in the forward.
+  queue      where a mask reads captured tensors (documents), columns are short and differ: there programs take columns until there
+             are none, by a counter in global memory, and the next one's keys come while the last queries of this one are multiplied.
 The order of additions to dq is not the same in every run. Where it must be, or where dq is not wanted, the kernel leaves it out
 (WANT_DQ), and hopper_gradients.py makes it.
 """
@@ -54,9 +56,9 @@ ANY = gl.constexpr(1)
 BOUNDED = gl.constexpr(2)  # finite, whatever the score
 # Named barriers and who comes to them; Triton itself takes one for each of the three roles and one more.
 EXCHANGE = gl.constexpr(6)  # + 2 * (position of the tile, modulo 2) + warpgroup: its gradients are there; both warpgroups
+COLUMN_FREE = gl.constexpr(10)  # + slot: its keys, values and number have been read; both warpgroups and the copying warp
 TILE_FREE = gl.constexpr(14)  # + buffer: its queries have been read; both warpgroups and the copying warp
 EVERYBODY = gl.constexpr(2 * 128 + 32)
-COLUMN_FREE = gl.constexpr(10)  # + slot: its keys and values have been read; those of TILE_FREE
 
 
 # ---------------------------------------------------------------- what Gluon has no word for
@@ -88,6 +90,44 @@ def part_of(BLOCK_M, QK_PAD):
 
 # ---------------------------------------------------------------- walking
 @gluon.jit
+def column_of(tile, pairs, swizzle, table, steps):
+    """(key batch, key head, rank, first key) of a column by its number."""
+    ROWS, _, lines, batch_step, head_step = table
+    q_heads, group, _, _ = steps
+    pair, rank = tiles.locate(tile, pairs, lines, swizzle)
+    kv_heads = q_heads // group
+    kv_batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
+    return kv_batch, kv_head, rank, gl.load(line) * (2 * KEYS)
+
+
+@gluon.jit
+def take(COUNTER, columns, turn, total):
+    """The copying warp: takes the number of the next column and tells it, once its slot is free. Each program takes one that is no
+    column any more, so the last number of all is known, and the counter is 0 again behind it."""
+    next_tile, next_ready, _, _ = columns
+    slot, _ = buffer_of(turn)
+    tile = gl.atomic_add(COUNTER, 1, sem="relaxed")
+    if tile == total + gl.num_programs(0) - 1:
+        gl.store(COUNTER, 0)
+    if turn >= 2:
+        barrier_wait(COLUMN_FREE + slot, EVERYBODY)
+    next_tile.index(slot).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(next_ready.index(slot), count=1)
+    return tile
+
+
+@gluon.jit
+def told(columns, turn):
+    """A working warpgroup: the number that the copying warp has taken."""
+    next_tile, next_ready, _, _ = columns
+    slot, phase = buffer_of(turn)
+    mbarrier.wait(next_ready.index(slot), phase)
+    return gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def row_of(repeat, column, table, steps):
     """(batch, query head, their pair, pointer to the table's row) of one that shares a column's keys."""
     ROWS, _, lines, batch_step, head_step = table
@@ -99,7 +139,7 @@ def row_of(repeat, column, table, steps):
 
 
 @gluon.jit
-def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexpr, THREADS: gl.constexpr = EVERYBODY):
+def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexpr):
     """Copies a tile of queries, their output's gradients and their statistics to a buffer, once that is free."""
     q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
     Q_BYTES: gl.constexpr = Q.block_type.nbytes + STATS.block_type.nbytes
@@ -107,7 +147,7 @@ def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexp
     buffer, _ = buffer_of(at)
     first = block * BLOCK_M
     if at >= 2:
-        barrier_wait(TILE_FREE + buffer, THREADS)
+        barrier_wait(TILE_FREE + buffer, EVERYBODY)
     mbarrier.expect(q_ready.index(buffer), Q_BYTES)
     copy_in(Q, [batch, head, first, 0], q_ready.index(buffer), q_buffers.index(buffer))
     copy_in(STATS, [0, row + first], q_ready.index(buffer), lse_buffers.index(buffer))
@@ -117,151 +157,52 @@ def put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M: gl.constexp
 
 
 @gluon.jit
-def put_spans(Q, D_OUT, STATS, ring, line, EXTRA, batch, head, row, at, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
-              THREADS: gl.constexpr = EVERYBODY, DESCENDS: gl.constexpr = False):
+def put_spans(Q, D_OUT, STATS, ring, line, EXTRA, batch, head, row, at, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
     """Copies all tiles of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
-        for n in range(start, stop):
-            block = start + stop - 1 - n if DESCENDS else n
-            put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M, THREADS)
+        for block in range(start, stop):
+            put(Q, D_OUT, STATS, ring, batch, head, row, block, at, BLOCK_M)
             at += 1
     return at
 
 
 @gluon.jit
-def column_of(tile, lanes, table, steps):
-    """(key batch, key head, rank, first key) of a column."""
-    ROWS, _, lines, batch_step, head_step = table
-    pairs, swizzle = lanes
-    q_heads, group, _, _ = steps
-    pair, rank = tiles.locate(tile, pairs, lines, swizzle)
-    kv_heads = q_heads // group
-    kv_batch = pair // kv_heads
-    kv_head = pair % kv_heads
-    line = tiles.table_line(ROWS, kv_batch, kv_head * group, rank, lines, batch_step, head_step)
-    return kv_batch, kv_head, rank, gl.load(line) * (2 * KEYS)
-
-
-@gluon.jit
-def told(hand_over, turn, total, WARPS: gl.constexpr, PERSISTS: gl.constexpr):
-    """The number of the next column, as the copying warp has taken it."""
-    if PERSISTS:
-        next_tile, next_ready = hand_over
-        slot, phase = buffer_of(turn)
-        mbarrier.wait(next_ready.index(slot), phase)
-        return gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-    else:
-        return total
-
-
-@gluon.jit
-def produce(Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M: gl.constexpr,
-            THREADS: gl.constexpr, PERSISTS: gl.constexpr, DESCENDS: gl.constexpr):
-    """The copying warp: of each column its keys and values, then its queries."""
+def copy_column(Q, K, V, D_OUT, STATS, own, ring, column, slot, at, table, steps, BLOCK_M: gl.constexpr):
+    """Copies a column's keys and values to a slot, then its queries."""
     k_tiles, v_tiles, k_ready, v_ready = own
-    next_tile, next_ready = hand_over
-    EARLY: gl.constexpr = FULL if DESCENDS else PARTIAL
-    LATE: gl.constexpr = PARTIAL if DESCENDS else FULL
-    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    total = lanes[0] * table[2]
-    tile = gl.program_id(0)
-    column = column_of(tile, lanes, table, steps)
-    at = 0
-    turn = 0
-    while tile < total:
-        kv_batch, kv_head, _, first = column
-        slot, _ = buffer_of(turn)
-        if PERSISTS:
-            if turn >= 2:
-                barrier_wait(COLUMN_FREE + slot, THREADS)
-        mbarrier.expect(k_ready.index(slot), 2 * K.block_type.nbytes)
-        for half in gl.static_range(2):
-            copy_in(K, [kv_batch, kv_head, first + half * KEYS, 0], k_ready.index(slot), k_tiles.index(2 * slot + half))
-        mbarrier.expect(v_ready.index(slot), 2 * V.block_type.nbytes)
-        for half in gl.static_range(2):
-            copy_in(V, [kv_batch, kv_head, first + half * KEYS, 0], v_ready.index(slot), v_tiles.index(2 * slot + half))
-        for repeat in range(steps[2]):
-            batch, head, pair, line = row_of(repeat, column, table, steps)
-            row = pair * steps[3] * BLOCK_M
-            at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, EARLY, BLOCK_M, THREADS, DESCENDS)
-            at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, LATE, BLOCK_M, THREADS, DESCENDS)
-        if PERSISTS:
-            taken = gl.atomic_add(COUNTER, 1, sem="relaxed")
-            if taken == total - 1:  # the last number anybody takes
-                gl.store(COUNTER, 0)
-            tile = gl.num_programs(0) + taken
-            next_tile.index(slot).store(gl.full([1], tile, gl.int32, ROW))
-            mbarrier.arrive(next_ready.index(slot), count=1)
-            column = column_of(gl.minimum(tile, total - 1), lanes, table, steps)
-            turn += 1
-        else:
-            tile = total
-
-
-# ---------------------------------------------------------------- turns
-@gluon.jit
-def wait_until(COUNT, least):
-    """Waits until a number in global memory is no less, and sees what was written before it grew."""
-    text: gl.constexpr = (
-        "{ .reg .pred p; .reg .b32 v; again: ld.acquire.gpu.global.u32 v, [$1]; setp.lt.u32 p, v, $2; @p bra again; "
-        "mov.u32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(text, "=r,l,r", [COUNT.to(gl.int64), least], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def count_up(COUNT):
-    """Lets one more of a tile's eight warps be counted, behind all that this warp has added."""
-    text: gl.constexpr = (
-        "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; bar.warp.sync 0xffffffff; "
-        "@p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }"
-    )
-    gl.inline_asm_elementwise(text, "=r,l", [COUNT.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def look_at_spans(COUNTS, TURNS, turn_ready, line, EXTRA, tile, at, KIND: gl.constexpr, THREADS: gl.constexpr,
-                  DESCENDS: gl.constexpr):
-    """Waits for a column's turn at every tile of one kind."""
-    spans, start, stop, more = tiles.first_span(line, KIND)
-    for span in range(spans):
-        start, stop = further_span(EXTRA, more, span, start, stop)
-        for n in range(start, stop):
-            block = start + stop - 1 - n if DESCENDS else n
-            buffer, _ = buffer_of(at)
-            before = gl.load(TURNS + block)
-            if at >= 2:
-                barrier_wait(TILE_FREE + buffer, THREADS)
-            wait_until(COUNTS + (tile + block), (before // 2) * 8)
-            mbarrier.arrive(turn_ready.index(buffer), count=1)
-            at += 1
+    kv_batch, kv_head, _, first = column
+    mbarrier.expect(k_ready.index(slot), 2 * K.block_type.nbytes)
+    for half in gl.static_range(2):
+        copy_in(K, [kv_batch, kv_head, first + half * KEYS, 0], k_ready.index(slot), k_tiles.index(2 * slot + half))
+    mbarrier.expect(v_ready.index(slot), 2 * V.block_type.nbytes)
+    for half in gl.static_range(2):
+        copy_in(V, [kv_batch, kv_head, first + half * KEYS, 0], v_ready.index(slot), v_tiles.index(2 * slot + half))
+    for repeat in range(steps[2]):
+        batch, head, pair, line = row_of(repeat, column, table, steps)
+        row = pair * steps[3] * BLOCK_M
+        at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, PARTIAL, BLOCK_M)
+        at = put_spans(Q, D_OUT, STATS, ring, line, table[1], batch, head, row, at, FULL, BLOCK_M)
     return at
 
 
 @gluon.jit
-def look(COUNTS, TURNS, turn_ready, hand_over, lanes, table, steps, THREADS: gl.constexpr, PERSISTS: gl.constexpr,
-         DESCENDS: gl.constexpr):
-    """The warp that knows whose turn it is: the keys before these have added to a tile of queries."""
-    EARLY: gl.constexpr = FULL if DESCENDS else PARTIAL
-    LATE: gl.constexpr = PARTIAL if DESCENDS else FULL
-    total = lanes[0] * table[2]
-    tile = gl.program_id(0)
-    at = 0
-    turn = 0
-    while tile < total:
-        column = column_of(tile, lanes, table, steps)
-        for repeat in range(steps[2]):
-            batch, head, pair, line = row_of(repeat, column, table, steps)
-            mine = ((batch * table[3] + head * table[4]) * table[2] + column[2]) * steps[3]
-            tile_0 = pair * steps[3]
-            at = look_at_spans(COUNTS, TURNS + mine, turn_ready, line, table[1], tile_0, at, EARLY, THREADS, DESCENDS)
-            at = look_at_spans(COUNTS, TURNS + mine, turn_ready, line, table[1], tile_0, at, LATE, THREADS, DESCENDS)
-        tile = told(hand_over, turn, total, 1, PERSISTS)
-        if PERSISTS:
-            barrier_arrive(COLUMN_FREE + (turn & 1), THREADS)
-        turn += 1
+def produce(Q, K, V, D_OUT, STATS, COUNTER, own, ring, columns, table, steps, BLOCK_M: gl.constexpr):
+    """The copying warp: the program's column, or, where there is a counter, each one that it takes."""
+    at = gl.to_tensor(0)
+    if COUNTER is None:
+        copy_column(Q, K, V, D_OUT, STATS, own, ring, columns, 0, at, table, steps, BLOCK_M)
+    else:
+        _, _, pairs, swizzle = columns
+        total = pairs * table[2]
+        turn = 0
+        tile = take(COUNTER, columns, turn, total)
+        while tile < total:
+            column = column_of(tile, pairs, swizzle, table, steps)
+            at = copy_column(Q, K, V, D_OUT, STATS, own, ring, column, buffer_of(turn)[0], at, table, steps, BLOCK_M)
+            turn += 1
+            tile = take(COUNTER, columns, turn, total)
 
 
 # ---------------------------------------------------------------- scores
@@ -354,72 +295,15 @@ def add_part(TO, part):
 
 
 @gluon.jit
-def quads(part):
-    """A product [64, columns] as registers hold it, four numbers of a row and of the one eight rows further: upper even and odd, lower
-    even and odd columns, [4 warps, 8 rows, pairs of columns]; where each lies, in that layout."""
-    COLUMNS: gl.constexpr = part.shape[1]
-    even, odd = gl.split(gl.reshape(part, [64, COLUMNS // 2, 2]))
-    upper_even, lower_even = gl.split(gl.permute(gl.reshape(even, [4, 2, 8, COLUMNS // 2]), (0, 2, 3, 1)))
-    upper_odd, lower_odd = gl.split(gl.permute(gl.reshape(odd, [4, 2, 8, COLUMNS // 2]), (0, 2, 3, 1)))
-    L: gl.constexpr = upper_even.type.layout
-    warp = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L))), 1), 2)
-    row = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0), 2)
-    pair = gl.expand_dims(gl.expand_dims(gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
-    return (upper_even, upper_odd, lower_even, lower_odd), (warp, row, pair)
-
-
-@gluon.jit
-def hand_on(TO, part, code):
-    """The first column's part becomes the sums, those of others are added to them, but for the last one's."""
-    values, place = quads(part)
-    warp, row, pair = place
-    at = TO + ((pair // 4) * 512 + warp * 128 + row * 16 + (pair % 4) * 4)
-    text: gl.constexpr = (
-        "{ .reg .pred f, m; .reg .b32 l; and.b32 l, $6, 1; setp.eq.u32 m, l, 0; setp.eq.u32 f, $6, 0; "
-        "@f st.relaxed.gpu.global.v4.f32 [$1], {$2, $3, $4, $5}; setp.ne.and.u32 f, $6, 0, m; "
-        "@f red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }"
-    )
-    operands = [at.to(gl.int64), values[0], values[1], values[2], values[3], code]
-    gl.inline_asm_elementwise(text, "=r,l,f,f,f,f,r", operands, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def finish(FROM, DQ, row_step, rows, part, code, scale, GROUP: gl.constexpr, QK_DIM: gl.constexpr, QK_PAD: gl.constexpr,
-           BLOCK_M: gl.constexpr):
-    """The last column's part and the sums of all others are dq; `rows` of it there are from the tile's first row on."""
-    values, place = quads(part)
-    warp, row, pair = place
-    at = FROM + ((pair // 4) * 512 + warp * 128 + row * 16 + (pair % 4) * 4)
-    text: gl.constexpr = (
-        "{ .reg .pred p; setp.gt.u32 p, $5, 1; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; "
-        "mov.f32 $3, 0f00000000; @p ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-    )
-    types: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
-    sums = gl.inline_asm_elementwise(text, "=f,=f,=f,=f,l,r", [at.to(gl.int64), code], dtype=types, is_pure=False, pack=1)
-    first_row = GROUP * 64 if BLOCK_M == 128 else 0
-    column = 2 * pair + (GROUP * (QK_PAD // 2) if BLOCK_M == 64 else 0)
-    kind: gl.constexpr = "bf16x2" if DQ.dtype.element_ty == gl.bfloat16 else "f16x2"
-    rounding: gl.constexpr = "cvt.rn." + kind + ".f32 $0, $2, $1;"
-    for half in gl.static_range(2):
-        even = (sums[2 * half] + values[2 * half]) * scale
-        odd = (sums[2 * half + 1] + values[2 * half + 1]) * scale
-        both = gl.inline_asm_elementwise(rounding, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-        line = first_row + warp * 16 + half * 8 + row
-        to = (DQ + (line * row_step + column)).to(gl.pointer_type(gl.int32), bitcast=True)
-        gl.store(to, both, mask=(line < rows) & (column < QK_DIM))
-
-
-@gluon.jit
-def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+def step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
          SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-         V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
-         THREADS: gl.constexpr, QK_DIM: gl.constexpr):
+         V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
     """One tile of queries: scores and gradients of probabilities, then dv, this warpgroup's part of dq, and dk."""
     S: gl.constexpr = sums_of(BLOCK_M)
     PART: gl.constexpr = part_of(BLOCK_M, QK_PAD)
     k_tiles, v_tiles, _, _ = own
     q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready = ring
-    d_scores, DQ_SUMS, COUNTS, turn_ready, slot, tile, CODES, DQ, row_step = shared
+    d_scores, DQ_SUMS, tile, slot = shared
     buffer, phase = buffer_of(at)
     turn = 2 * buffer
     q = q_buffers.index(buffer).reshape([BLOCK_M, QK_PAD])
@@ -432,10 +316,6 @@ def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: 
     mbarrier.wait(d_out_ready.index(buffer), phase)
     values = v_tiles.index(here + GROUP).reshape([KEYS, V_PAD])
     d_probs = warpgroup_mma(values, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if TURNS == 1 or TURNS == 3:
-        count_up(COUNTS + last)
-    if TURNS == 3:
-        code = gl.load(CODES + block)
     seen = caps
     if SEEN is not None:  # captured values that are the same for every key, read while the scores are being multiplied
         columns = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, S)), 0)
@@ -470,43 +350,27 @@ def step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP: 
     dk = warpgroup_mma(grad, q, dk, is_async=True)
     if WANT_DQ:
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-        if TURNS > 0:
-            mbarrier.wait(turn_ready.index(buffer), phase)
-        MINE = DQ_SUMS + ((tile + block).to(gl.int64) * 2 + GROUP) * (64 * PART)
-        if TURNS == 3:
-            hand_on(MINE, dq, code)
-        else:
-            add_part(MINE, dq)
+        add_part(DQ_SUMS + ((tile + block).to(gl.int64) * 2 + GROUP) * (64 * PART), dq)
         dk = warpgroup_mma_wait(0, deps=[dk])
-        if TURNS == 3:
-            if code % 2 == 1:
-                TO = DQ + (block * BLOCK_M).to(gl.int64) * row_step
-                finish(MINE, TO, row_step, sizes[0] - block * BLOCK_M, dq, code, sizes[2], GROUP, QK_DIM, QK_PAD, BLOCK_M)
-        if TURNS > 0:
-            last = tile + block
-        if TURNS == 2:
-            count_up(COUNTS + last)
     else:
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-    barrier_arrive(TILE_FREE + buffer, THREADS)
-    return dk, dv, last
+    barrier_arrive(TILE_FREE + buffer, EVERYBODY)
+    return dk, dv
 
 
 @gluon.jit
-def sweep(dk, dv, last, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
+def sweep(dk, dv, at, line, EXTRA, own, ring, shared, place, sizes, caps, GROUP: gl.constexpr, KIND: gl.constexpr,
           SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
-          THREADS: gl.constexpr, DESCENDS: gl.constexpr, QK_DIM: gl.constexpr):
+          V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr):
     """Every tile of one kind."""
     spans, start, stop, more = tiles.first_span(line, KIND)
     for span in range(spans):
         start, stop = further_span(EXTRA, more, span, start, stop)
-        for n in range(start, stop):
-            block = start + stop - 1 - n if DESCENDS else n
-            dk, dv, last = step(dk, dv, last, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SEEN,
-                                SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS, QK_DIM)  # fmt: skip
+        for block in range(start, stop):
+            dk, dv = step(dk, dv, block, at, own, ring, shared, place, sizes, caps, GROUP, KIND, SCORE_MOD, MASK_MOD, SEEN,
+                          SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
             at += 1
-    return dk, dv, last, at
+    return dk, dv, at
 
 
 @gluon.jit
@@ -519,78 +383,83 @@ def write(RESULT, values, tile, batch, head, first, PAD: gl.constexpr):
 
 
 @gluon.jit
-def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
-            MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
-            V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, TURNS: gl.constexpr,
-            THREADS: gl.constexpr, PERSISTS: gl.constexpr, DESCENDS: gl.constexpr, QK_DIM: gl.constexpr):
-    """One warpgroup: 64 keys of each column, from their first queries to dk and dv. Where there are no queries those are 0."""
-    EARLY: gl.constexpr = FULL if DESCENDS else PARTIAL
-    LATE: gl.constexpr = PARTIAL if DESCENDS else FULL
-    v_tiles, k_ready, v_ready = own[1], own[2], own[3]
-    total = lanes[0] * table[2]
-    tile = gl.program_id(0)
-    at = 0
-    turn = 0
-    while tile < total:
-        column = column_of(tile, lanes, table, steps)
-        kv_batch, kv_head, _, first = column
-        slot, phase = buffer_of(turn)
-        first += GROUP * KEYS
-        kv_idx = gl.expand_dims(first + gl.arange(0, KEYS, gl.SliceLayout(1, sums_of(BLOCK_M))), 1)
-        dk = gl.zeros([KEYS, QK_PAD], gl.float32, sums_of(QK_PAD))
-        dv = gl.zeros([KEYS, V_PAD], gl.float32, sums_of(V_PAD))
-        last = lanes[0] * steps[2] * steps[3]  # nobody's count
-        mbarrier.wait(k_ready.index(slot), phase)
-        mbarrier.wait(v_ready.index(slot), phase)
-        for repeat in range(steps[2]):
-            batch, head, pair, line = row_of(repeat, column, table, steps)
-            known = caps
-            if KNOWN is not None:  # captured values that are the same for every query
-                known = KNOWN(batch, head, kv_idx, caps)
-            place = (batch, head, kv_idx, known)
-            line_at = (batch * table[3] + head * table[4]) * table[2] + column[2]
-            CODES = sums[4] + line_at * steps[3]
-            DQ = sums[5]
-            row_step = 0
-            if TURNS == 3:
-                DQ = DQ + (batch.to(gl.int64) * sums[6][0] + head.to(gl.int64) * sums[6][1])
-                row_step = sums[6][2]
-            shared = (sums[0], sums[1], sums[2], sums[3], slot, pair * steps[3], CODES, DQ, row_step)
-            dk, dv, last, at = sweep(dk, dv, last, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, EARLY, SCORE_MOD,
-                                     MASK_MOD, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS,
-                                     DESCENDS, QK_DIM)  # fmt: skip
-            dk, dv, last, at = sweep(dk, dv, last, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, LATE, SCORE_MOD,
-                                     MASK_MOD, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, TURNS, THREADS,
-                                     DESCENDS, QK_DIM)  # fmt: skip
-        result = v_tiles.index(2 * slot + GROUP)  # only this warpgroup reads it
-        write(DV, dv, result, kv_batch, kv_head, first, V_PAD)
-        together()
-        if TURNS == 1 or TURNS == 3:
-            count_up(sums[2] + last)
-        write(DK, dk * sizes[2], result, kv_batch, kv_head, first, QK_PAD)
-        tile = told(hand_over, turn, total, 4, PERSISTS)
-        if PERSISTS:
-            together()
-            barrier_arrive(COLUMN_FREE + slot, THREADS)
-            turn += 1
+def finish_column(GROUP: gl.constexpr, DK, DV, own, ring, sums, column, slot, phase, at, table, steps, sizes, caps,
+                  SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr,
+                  QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr,
+                  WANT_DQ: gl.constexpr):
+    """64 keys of a column, from their first queries to dk and dv. Where there are no queries those are 0."""
+    _, v_tiles, k_ready, v_ready = own
+    kv_batch, kv_head, _, first = column
+    first += GROUP * KEYS
+    kv_idx = gl.expand_dims(first + gl.arange(0, KEYS, gl.SliceLayout(1, sums_of(BLOCK_M))), 1)
+    dk = gl.zeros([KEYS, QK_PAD], gl.float32, sums_of(QK_PAD))
+    dv = gl.zeros([KEYS, V_PAD], gl.float32, sums_of(V_PAD))
+    mbarrier.wait(k_ready.index(slot), phase)
+    mbarrier.wait(v_ready.index(slot), phase)
+    for repeat in range(steps[2]):
+        batch, head, pair, line = row_of(repeat, column, table, steps)
+        known = caps
+        if KNOWN is not None:  # captured values that are the same for every query
+            known = KNOWN(batch, head, kv_idx, caps)
+        place = (batch, head, kv_idx, known)
+        shared = (sums[0], sums[1], pair * steps[3], slot)
+        dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, PARTIAL, SCORE_MOD, MASK_MOD,
+                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
+        dk, dv, at = sweep(dk, dv, at, line, table[1], own, ring, shared, place, sizes, caps, GROUP, FULL, SCORE_MOD, MASK_MOD,
+                           SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
+    tile = v_tiles.index(2 * slot + GROUP)  # only this warpgroup reads it
+    write(DV, dv, tile, kv_batch, kv_head, first, V_PAD)
+    together()
+    write(DK, dk * sizes[2], tile, kv_batch, kv_head, first, QK_PAD)
+    return at
 
 
 @gluon.jit
-def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DQ, dq_strides, COUNTS, TURNS, COUNTER, DK, DV, ROWS, EXTRA, caps,
-                              scale, q_heads, group, repeats, q_len, kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle,
-                              SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr,
-                              SLOPE: gl.constexpr, QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr,
-                              FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, IN_TURNS: gl.constexpr, PERSISTS: gl.constexpr,
-                              DESCENDS: gl.constexpr, QK_DIM: gl.constexpr):
-    """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs, or where PERSISTS
-    as many as run at once.
+def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, columns, table, steps, sizes, caps, SCORE_MOD: gl.constexpr,
+            MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr, QK_PAD: gl.constexpr,
+            V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr, WANT_DQ: gl.constexpr, IS_QUEUED: gl.constexpr):
+    """One warpgroup: 64 keys of the program's column, or of each one that the copying warp takes."""
+    at = gl.to_tensor(0)
+    if not IS_QUEUED:
+        finish_column(GROUP, DK, DV, own, ring, sums, columns, 0, 0, at, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN,
+                      SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
+    else:
+        _, _, pairs, swizzle = columns
+        total = pairs * table[2]
+        turn = 0
+        tile = told(columns, turn)
+        while tile < total:
+            column = column_of(tile, pairs, swizzle, table, steps)
+            slot, phase = buffer_of(turn)
+            at = finish_column(GROUP, DK, DV, own, ring, sums, column, slot, phase, at, table, steps, sizes, caps, SCORE_MOD,
+                               MASK_MOD, KNOWN, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
+            barrier_arrive(COLUMN_FREE + slot, EVERYBODY)
+            turn += 1
+            tile = told(columns, turn)
+
+
+@gluon.jit
+def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTRA, COUNTER, caps, scale, q_heads, group, repeats,
+                              q_len, kv_len, q_tiles, pairs, lines, batch_step, head_step, swizzle, SCORE_MOD: gl.constexpr,
+                              MASK_MOD: gl.constexpr, KNOWN: gl.constexpr, SEEN: gl.constexpr, SLOPE: gl.constexpr,
+                              QK_PAD: gl.constexpr, V_PAD: gl.constexpr, BLOCK_M: gl.constexpr, FOLD_SCALE: gl.constexpr,
+                              WANT_DQ: gl.constexpr):
+    """128 keys of one (key batch, key head) pair, tiles of BLOCK_M = 64 or 128 queries; grid: pairs * lines programs, or where there is
+    a COUNTER, which is 0 before and after, any number: as many as run at once.
 
     STATS [2, query pairs * q_tiles * BLOCK_M]: log-sums and deltas of rows. DQ_SUMS, 0 before: for each (batch, query head) pair and
-    tile of queries, the parts of both warpgroups in the order of registers. IN_TURNS: columns add to a tile in the order of the
-    table's lines; COUNTS, 0 before, says how many warps have, and TURNS [lines, q_tiles] how many columns come before one."""
+    tile of queries, the parts of both warpgroups in the order of registers."""
     gl.static_assert(QK_PAD == V_PAD, "dk is written by way of the values' tile")
-    SLOTS: gl.constexpr = 2 if PERSISTS else 1
-    THREADS: gl.constexpr = 320 if IN_TURNS else 288
+    IS_QUEUED: gl.constexpr = COUNTER is not None
+    SLOTS: gl.constexpr = 2 if IS_QUEUED else 1
+    table = (ROWS, EXTRA, lines, batch_step, head_step)
+    steps = (q_heads, group, repeats, q_tiles)
+    if IS_QUEUED:
+        next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        columns = (next_tile, next_ready, pairs, swizzle)
+    else:
+        columns = column_of(gl.program_id(0), pairs, swizzle, table, steps)
     k_tiles = gl.allocate_shared_memory(K.dtype, [2 * SLOTS, 1, 1, KEYS, QK_PAD], K.layout)
     v_tiles = gl.allocate_shared_memory(V.dtype, [2 * SLOTS, 1, 1, KEYS, V_PAD], V.layout)
     q_buffers = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, BLOCK_M, QK_PAD], Q.layout)
@@ -599,64 +468,41 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DQ, dq_strides, CO
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
     d_scores = gl.allocate_shared_memory(Q.dtype, [4 if WANT_DQ else 1, KEYS, BLOCK_M], D_SCORES)
-    next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     d_out_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(k_ready.index(slot), count=1)
+        mbarrier.init(v_ready.index(slot), count=1)
+        if IS_QUEUED:
+            mbarrier.init(next_ready.index(slot), count=1)
     for buffer in gl.static_range(2):
-        mbarrier.init(k_ready.index(buffer), count=1)
-        mbarrier.init(v_ready.index(buffer), count=1)
         mbarrier.init(q_ready.index(buffer), count=1)
         mbarrier.init(d_out_ready.index(buffer), count=1)
-        mbarrier.init(next_ready.index(buffer), count=1)
-        mbarrier.init(turn_ready.index(buffer), count=1)
     fence_async_shared()
     own = (k_tiles, v_tiles, k_ready, v_ready)
     ring = (q_buffers, d_out_buffers, lse_buffers, delta_buffers, q_ready, d_out_ready)
-    sums = (d_scores, DQ_SUMS, COUNTS, turn_ready, TURNS, DQ, dq_strides)
-    hand_over = (next_tile, next_ready)
-    lanes = (pairs, swizzle)
-    table = (ROWS, EXTRA, lines, batch_step, head_step)
-    steps = (q_heads, group, repeats, q_tiles)
+    sums = (d_scores, DQ_SUMS)
     sizes = (q_len, kv_len, scale)
-    if IN_TURNS:
-        gl.warp_specialize([
-            (consume, (0, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
-                       QK_DIM)),
-            (consume, (1, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
-                       QK_DIM)),
-            (produce, (Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M, THREADS, PERSISTS,
-                       DESCENDS)),
-            (look, (COUNTS, TURNS, turn_ready, hand_over, lanes, table, steps, THREADS, PERSISTS, DESCENDS)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
-                       QK_DIM)),
-            (consume, (1, DK, DV, own, ring, sums, hand_over, lanes, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN,
-                       SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IN_TURNS, THREADS, PERSISTS, DESCENDS,
-                       QK_DIM)),
-            (produce, (Q, K, V, D_OUT, STATS, COUNTER, own, ring, hand_over, lanes, table, steps, BLOCK_M, THREADS, PERSISTS,
-                       DESCENDS)),
-        ], [4, 1], [240, 24])  # fmt: skip
+    gl.warp_specialize([
+        (consume, (0, DK, DV, own, ring, sums, columns, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IS_QUEUED)),
+        (consume, (1, DK, DV, own, ring, sums, columns, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE,
+                   QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ, IS_QUEUED)),
+        (produce, (Q, K, V, D_OUT, STATS, COUNTER, own, ring, columns, table, steps, BLOCK_M)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 # ---------------------------------------------------------------- the post-pass
 @triton.jit
 def hopper_dq_results(DQ_SUMS, DQ, dq_strides, scale, q_heads, q_len, pairs, lines, QK_DIM: tl.constexpr, QK_PAD: tl.constexpr,
-                      BLOCK_M: tl.constexpr, REVERSED: tl.constexpr):
+                      BLOCK_M: tl.constexpr):
     """dq of a tile of queries from its sums; grid: pairs * lines programs, `lines` tiles of each (batch, query head) pair."""
     SIZE: tl.constexpr = BLOCK_M * QK_PAD
-    program = tl.num_programs(0) - 1 - tl.program_id(0) if REVERSED else tl.program_id(0)
-    pair = program // lines
-    tile = program % lines
-    sums = tl.load(DQ_SUMS + program.to(tl.int64) * SIZE + tl.arange(0, SIZE))
+    pair = tl.program_id(0) // lines
+    tile = tl.program_id(0) % lines
+    sums = tl.load(DQ_SUMS + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE))
     # from the slowest: warpgroup, dim / 8, row / 16, row % 8, dim / 2 % 4, row / 8 % 2, dim % 2
     sums = tl.reshape(sums, [2, SIZE // 1024, 4, 8, 4, 2, 2])
     if BLOCK_M == 64:  # the warpgroup is the upper half of dims
