@@ -103,10 +103,30 @@ def column_of(tile, pairs, swizzle, table, steps):
 
 
 @gluon.jit
+def barriers_of(SLOTS: gl.constexpr):
+    """A barrier for the keys or the values, or the number, of a column; two where programs take columns."""
+    if SLOTS == 1:
+        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready, count=1)
+    else:
+        ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(SLOTS):
+            mbarrier.init(ready.index(slot), count=1)
+    return ready
+
+
+@gluon.jit
+def in_slot(own, slot):
+    """A column's tiles and barriers where programs take columns."""
+    k_tiles, v_tiles, k_ready, v_ready = own
+    return k_tiles, v_tiles, k_ready.index(slot), v_ready.index(slot)
+
+
+@gluon.jit
 def take(COUNTER, columns, turn, total):
     """The copying warp: takes the number of the next column and tells it, once its slot is free. Each program takes one that is no
     column any more, so the last number of all is known, and the counter is 0 again behind it."""
-    next_tile, next_ready, _, _ = columns
+    next_tile, next_ready = columns[0], columns[1]
     slot, _ = buffer_of(turn)
     tile = gl.atomic_add(COUNTER, 1, sem="relaxed")
     if tile == total + gl.num_programs(0) - 1:
@@ -121,7 +141,7 @@ def take(COUNTER, columns, turn, total):
 @gluon.jit
 def told(columns, turn):
     """A working warpgroup: the number that the copying warp has taken."""
-    next_tile, next_ready, _, _ = columns
+    next_tile, next_ready = columns[0], columns[1]
     slot, phase = buffer_of(turn)
     mbarrier.wait(next_ready.index(slot), phase)
     return gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -173,12 +193,12 @@ def copy_column(Q, K, V, D_OUT, STATS, own, ring, column, slot, at, table, steps
     """Copies a column's keys and values to a slot, then its queries."""
     k_tiles, v_tiles, k_ready, v_ready = own
     kv_batch, kv_head, _, first = column
-    mbarrier.expect(k_ready.index(slot), 2 * K.block_type.nbytes)
+    mbarrier.expect(k_ready, 2 * K.block_type.nbytes)
     for half in gl.static_range(2):
-        copy_in(K, [kv_batch, kv_head, first + half * KEYS, 0], k_ready.index(slot), k_tiles.index(2 * slot + half))
-    mbarrier.expect(v_ready.index(slot), 2 * V.block_type.nbytes)
+        copy_in(K, [kv_batch, kv_head, first + half * KEYS, 0], k_ready, k_tiles.index(2 * slot + half))
+    mbarrier.expect(v_ready, 2 * V.block_type.nbytes)
     for half in gl.static_range(2):
-        copy_in(V, [kv_batch, kv_head, first + half * KEYS, 0], v_ready.index(slot), v_tiles.index(2 * slot + half))
+        copy_in(V, [kv_batch, kv_head, first + half * KEYS, 0], v_ready, v_tiles.index(2 * slot + half))
     for repeat in range(steps[2]):
         batch, head, pair, line = row_of(repeat, column, table, steps)
         row = pair * steps[3] * BLOCK_M
@@ -194,13 +214,14 @@ def produce(Q, K, V, D_OUT, STATS, COUNTER, own, ring, columns, table, steps, BL
     if COUNTER is None:
         copy_column(Q, K, V, D_OUT, STATS, own, ring, columns, 0, at, table, steps, BLOCK_M)
     else:
-        _, _, pairs, swizzle = columns
+        pairs, swizzle = columns[2], columns[3]
         total = pairs * table[2]
         turn = 0
         tile = take(COUNTER, columns, turn, total)
         while tile < total:
             column = column_of(tile, pairs, swizzle, table, steps)
-            at = copy_column(Q, K, V, D_OUT, STATS, own, ring, column, buffer_of(turn)[0], at, table, steps, BLOCK_M)
+            slot, _ = buffer_of(turn)
+            at = copy_column(Q, K, V, D_OUT, STATS, in_slot(own, slot), ring, column, slot, at, table, steps, BLOCK_M)
             turn += 1
             tile = take(COUNTER, columns, turn, total)
 
@@ -394,8 +415,8 @@ def finish_column(GROUP: gl.constexpr, DK, DV, own, ring, sums, column, slot, ph
     kv_idx = gl.expand_dims(first + gl.arange(0, KEYS, gl.SliceLayout(1, sums_of(BLOCK_M))), 1)
     dk = gl.zeros([KEYS, QK_PAD], gl.float32, sums_of(QK_PAD))
     dv = gl.zeros([KEYS, V_PAD], gl.float32, sums_of(V_PAD))
-    mbarrier.wait(k_ready.index(slot), phase)
-    mbarrier.wait(v_ready.index(slot), phase)
+    mbarrier.wait(k_ready, phase)
+    mbarrier.wait(v_ready, phase)
     for repeat in range(steps[2]):
         batch, head, pair, line = row_of(repeat, column, table, steps)
         known = caps
@@ -424,15 +445,15 @@ def consume(GROUP: gl.constexpr, DK, DV, own, ring, sums, columns, table, steps,
         finish_column(GROUP, DK, DV, own, ring, sums, columns, 0, 0, at, table, steps, sizes, caps, SCORE_MOD, MASK_MOD, KNOWN,
                       SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
     else:
-        _, _, pairs, swizzle = columns
+        pairs, swizzle = columns[2], columns[3]
         total = pairs * table[2]
         turn = 0
         tile = told(columns, turn)
         while tile < total:
             column = column_of(tile, pairs, swizzle, table, steps)
             slot, phase = buffer_of(turn)
-            at = finish_column(GROUP, DK, DV, own, ring, sums, column, slot, phase, at, table, steps, sizes, caps, SCORE_MOD,
-                               MASK_MOD, KNOWN, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
+            at = finish_column(GROUP, DK, DV, in_slot(own, slot), ring, sums, column, slot, phase, at, table, steps, sizes, caps,
+                               SCORE_MOD, MASK_MOD, KNOWN, SEEN, SLOPE, QK_PAD, V_PAD, BLOCK_M, FOLD_SCALE, WANT_DQ)  # fmt: skip
             barrier_arrive(COLUMN_FREE + slot, EVERYBODY)
             turn += 1
             tile = told(columns, turn)
@@ -455,9 +476,8 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     table = (ROWS, EXTRA, lines, batch_step, head_step)
     steps = (q_heads, group, repeats, q_tiles)
     if IS_QUEUED:
-        next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        next_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        columns = (next_tile, next_ready, pairs, swizzle)
+        next_tile = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        columns = (next_tile, barriers_of(SLOTS), pairs, swizzle)
     else:
         columns = column_of(gl.program_id(0), pairs, swizzle, table, steps)
     k_tiles = gl.allocate_shared_memory(K.dtype, [2 * SLOTS, 1, 1, KEYS, QK_PAD], K.layout)
@@ -468,15 +488,10 @@ def attention_backward_hopper(Q, K, V, D_OUT, STATS, DQ_SUMS, DK, DV, ROWS, EXTR
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M], STATS.layout)
     D_SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], Q.dtype)
     d_scores = gl.allocate_shared_memory(Q.dtype, [4 if WANT_DQ else 1, KEYS, BLOCK_M], D_SCORES)
-    k_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    k_ready = barriers_of(SLOTS)
+    v_ready = barriers_of(SLOTS)
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     d_out_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(k_ready.index(slot), count=1)
-        mbarrier.init(v_ready.index(slot), count=1)
-        if IS_QUEUED:
-            mbarrier.init(next_ready.index(slot), count=1)
     for buffer in gl.static_range(2):
         mbarrier.init(q_ready.index(buffer), count=1)
         mbarrier.init(d_out_ready.index(buffer), count=1)
