@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flexattn.codegen.target import GFX942, Target
-from flexattn.codegen.tile_config import TileConfig
+from flexattn.codegen.tile_config import TileConfig, captured_reads
 from flexattn.errors import DTypeError, UnsupportedError
 from flexattn.frontend.box_bounds import box_bounds
 
@@ -151,10 +151,10 @@ class KernelSpec:
     def is_queued(self) -> bool:
         """Whether as many programs run as there are multiprocessors, and each takes tiles by a counter until none is left.
 
-        In the fused backward where a mask reads captured tensors, as one of documents does: their columns are short and differ, and a
-        program's start and end show. Not beside a score function, which leaves no registers for it."""
+        In the fused backward where the mask alone says what counts, by what it reads for each query, as one of documents does: columns
+        are then short and differ, and the start and the end of a program show."""
         if self.kernel == "hopper_backward":
-            return self.score is None and self.mask is not None and len(self.mask.captures) > 0
+            return self.score is None and self.mask is not None and captured_reads(self.mask).query > 0
         return self.kernel == "hopper_forward"
 
     @property

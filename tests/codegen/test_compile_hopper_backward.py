@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
+import torch
 import triton
 
 from flexattn import mods
@@ -103,6 +104,28 @@ def test_wide_heads(leaf: str) -> None:
 @pytest.mark.parametrize("leaf", ["causal", "softcap"])
 def test_narrow_heads(leaf: str) -> None:
     _check(64, leaf)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_documents(dim: int) -> None:
+    """Their programs take columns, with keys and values of two at once."""
+    text = _check(dim, "document")
+    assert re.search(r"atom\.[a-z.]*global[a-z.]*\.add\.[su]32", text)
+
+
+def test_only_columns_of_documents_are_taken_from_a_queue() -> None:
+    for leaf in LEAVES:
+        made = emit(_spec(128, leaf))
+        assert ("COUNTER" in made.signature) == (leaf == "document"), leaf
+        assert ("COUNTER" in made.constexprs) == (leaf != "document"), leaf
+    same, lengths = LEAVES["document"], torch.zeros(4, dtype=torch.int32)
+    by_batch = trace(lambda b, h, q_idx, kv_idx: kv_idx < lengths[b], "mask")
+    for leaves in ((LEAVES["alibi"][0], same[1]), (None, by_batch)):
+        assert not spec_of(
+            "hopper_backward", arch=90, dim=128, config=TileConfig(64, 128, 4, 2), leaves=leaves
+        ).is_queued
+    without_dq = replace(_spec(128, "document"), kernel="hopper_key_gradients")
+    assert not without_dq.is_queued and emit(without_dq).constexprs["COUNTER"] is None
 
 
 def test_the_other_half_type() -> None:

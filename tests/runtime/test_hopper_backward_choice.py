@@ -227,6 +227,22 @@ def test_launches_have_every_argument(dim: int, tile: int, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
+@pytest.mark.parametrize("kv_heads, programs", [(3, 12), (64, 132)])
+def test_documents_have_as_many_programs_as_run_at_once(
+    kv_heads: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = _started(monkeypatch)
+    q, k, v = (torch.zeros(1, kv_heads, 500, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    ids = torch.zeros(500, dtype=torch.int32)
+    problem, plan = prepare((q, k, v), None, (None, lambda b, h, i, j: ids[i] == ids[j]))
+    launch.backward(problem, plan, torch.zeros_like(q), torch.zeros(q.shape[:3]), torch.zeros_like(q), None, ALL)
+    compiling.clear()
+    given = started["hopper_backward"]
+    assert given["programs"] == programs and given["pairs"] * given["lines"] == 4 * kv_heads
+    assert given["COUNTER"] == choose.devices.counters_of(q.device).data_ptr()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter's functions do not compile")
 @pytest.mark.parametrize(
     "needs", [(True, True, True, (True,)), (True, False, False, (False,)), (False, False, True, (False,))]
 )

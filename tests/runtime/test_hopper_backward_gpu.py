@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import flexattn
 from flexattn import flex_attention, mods
 from flexattn.runtime import choose
+from flexattn.runtime import device as devices
 from tests.runtime.kernel_cases import CASES, Case, check, plain
 from tests.runtime.test_hopper_gpu import GPU, LARGE, finished, patterns
 
@@ -129,6 +130,95 @@ def test_no_kind_of_column_hangs(dim: int) -> None:
         _check(case)
 
 
+# ---------------------------------------------------------------- documents, whose programs take columns
+def _kept_documents(device: torch.device, case: Case) -> Any:
+    """Documents of 290 tokens, of which every third one has no pairs: some columns have no queries."""
+    ids = (torch.arange(max(case.q_len, case.kv_len), device=device) // 290).int()
+    return None, (lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j) & (ids[j] % 3 != 1)), []
+
+
+def _no_documents(device: torch.device, case: Case) -> Any:
+    ids = torch.arange(max(case.q_len, case.kv_len), device=device)
+    return None, (lambda b, h, i, j: ids[i] - 10000 == ids[j]), []
+
+
+QUEUED = {
+    "fewer columns than programs": Case(1, 2, 1, 1029, 1333, make=_kept_documents),
+    "five columns a program": Case(3, 16, 16, 1700, 1690, make=_kept_documents),
+    "and shared keys": Case(2, 24, 8, 1290, 1290, make=_kept_documents, kv_batch=1),
+    "no queries at all": Case(3, 12, 12, 700, 900, make=_no_documents),
+}
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", QUEUED)
+def test_programs_take_all_columns(name: str, dim: int) -> None:
+    _check(replace(QUEUED[name], qk_dim=dim, v_dim=dim), draws=2)
+    assert not devices.counters_of(GPU).any(), "the next kernel would not begin with the first column"
+
+
+def _document_step(seed: int, dim: int) -> tuple[list[torch.Tensor], Callable[[], tuple[torch.Tensor, ...]]]:
+    """(q, k, v, a function that makes their gradients) of more columns than programs."""
+    generator = torch.Generator(GPU).manual_seed(seed)
+    shape = (3, 16, 1300, dim)
+    qkv = [torch.randn(shape, device=GPU, dtype=torch.bfloat16, generator=generator).requires_grad_() for _ in range(3)]
+    upstream = torch.randn(shape, device=GPU, dtype=torch.bfloat16, generator=generator)
+    ids = (torch.arange(1300, device=GPU) // (150 + 70 * seed)).int()
+    mask = lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+    return qkv, lambda: torch.autograd.grad(flex_attention(*qkv, mask_mod=mask), qkv, upstream)
+
+
+def _agree(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    """The same bits of dk and dv; dq may be added in any order."""
+    assert (found[0].double() - wanted[0].double()).norm() <= 0.003 * wanted[0].double().norm()
+    assert torch.equal(found[1], wanted[1]) and torch.equal(found[2], wanted[2])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_graph_counts_columns_by_itself(dim: int) -> None:
+    """Replayed twice, with other calls on another stream at the same time."""
+    qkv, step = _document_step(1, dim)
+    _, other = _document_step(2, dim)
+    side, graph = torch.cuda.Stream(GPU), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream(GPU))
+    with torch.cuda.stream(side):
+        step()
+    wanted_of_other = finished(other)
+    torch.cuda.synchronize(GPU)
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for seed in (3, 4):
+        with torch.no_grad():
+            for tensor, fresh in zip(qkv, _document_step(seed, dim)[0]):
+                tensor.copy_(fresh)
+        wanted = finished(step)
+        torch.cuda.synchronize(GPU)
+        with torch.cuda.stream(side):
+            found_of_other = other()
+        finished(graph.replay)
+        torch.cuda.synchronize(GPU)
+        _agree(recorded, wanted)
+        _agree(found_of_other, wanted_of_other)
+
+
+def test_two_streams_count_columns_apart() -> None:
+    steps = [_document_step(seed, 128)[1] for seed in (1, 2)]
+    wanted = [finished(step) for step in steps]
+    torch.cuda.synchronize(GPU)
+    streams = [torch.cuda.Stream(GPU) for _ in steps]
+    for _ in range(3):
+        found = []
+        for stream, step in zip(streams, steps):
+            with torch.cuda.stream(stream):
+                found.append(step())
+        for stream in streams:
+            torch.cuda.current_stream(GPU).wait_stream(stream)
+        finished(lambda: None)
+        for a, b in zip(found, wanted):
+            _agree(a, b)
+
+
+# ---------------------------------------------------------------- beside the two kernels
 def _both(dim: int, length: int, monkeypatch: pytest.MonkeyPatch, **call: Any) -> list[tuple[torch.Tensor, ...]]:
     """Gradients of the fused kernel, twice, then of the two kernels that share a backward."""
     torch.manual_seed(0)

@@ -14,8 +14,8 @@ The ideas, each for one reason:
   statistics rows' log-sums and deltas come with the tiles, by the same copies; rows past the end have log-sum +inf there, which
              makes their probabilities 0.
   releases   "this buffer is free" is an arrival at a named barrier, as in the forward.
-  queue      where a mask reads captured tensors (documents), columns are short and differ: there programs take columns until there
-             are none, by a counter in global memory, and the next one's keys come while the last queries of this one are multiplied.
+  queue      columns of documents are short and differ: there programs take columns until there are none, by a counter in global
+             memory, and the next one's keys come while the last queries of this one are multiplied.
 The order of additions to dq is not the same in every run. Where it must be, or where dq is not wanted, the kernel leaves it out
 (WANT_DQ), and hopper_gradients.py makes it.
 """
