@@ -196,7 +196,7 @@ def _started(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         ready = {"n_spills": 0, "function": 0, "packed_metadata": None, "run": run}
         return SimpleNamespace(**ready, _init_handles=lambda: None, launch_metadata=lambda *given: None)
 
-    monkeypatch.setattr(compiling, "build", build)
+    monkeypatch.setattr(compiling, "found_or_built", lambda *of: (build(*of), False))
     compiling.clear()
     return started
 

@@ -101,7 +101,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         _init_handles=lambda: None,
         launch_metadata=lambda *given: None,
     )
-    monkeypatch.setattr(compiling, "build", lambda source, translated=None: fake)
+    monkeypatch.setattr(compiling, "found_or_built", lambda source, translated=None: (fake, False))
     compiling.clear()
     yield starts
     compiling.clear()
