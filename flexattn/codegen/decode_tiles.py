@@ -40,19 +40,21 @@ _ASKED = 4096  # pairs of a mask looked at together: 32 a thread
 def decode_tiles(
     target: Target, *, rows: int, element_bytes: int, qk_dim: int, v_dim: int, programs: Sequence[Program | None] = (),
     options: Any = None, precision: str = "ieee", is_paged: bool = False, v_in_k: bool = False,
+    kv_bytes: int = 0,
 ) -> tuple[TileConfig, ...]:  # fmt: skip
     """Configurations, best first.
 
     Args:
         target: where it will run.
         rows: queries times the query heads that share a key head; they lie in one tile if they fit.
-        element_bytes: of q, k and v.
+        element_bytes: of q, and of k and v as they are multiplied.
         qk_dim, v_dim: head dimensions.
         programs: score and mask program; captured reads inside the loop cost shared memory.
         options: a TileOptions of the caller, honoured or refused, never ignored.
         precision: of float32 products, 'ieee' or 'tf32'.
         is_paged: keys and values are found by page numbers.
         v_in_k: values are the first dims of keys, and not loaded.
+        kv_bytes: of an element of k and v in memory where it is converted; 0 where not.
 
     Raises:
         OptionError: the caller's tiles do not fit.
@@ -64,7 +66,7 @@ def decode_tiles(
         TileConfig(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3)
     """
     sizes: dict[str, Any] = {"element_bytes": element_bytes, "qk_dim": qk_dim, "v_dim": v_dim}
-    loads: dict[str, bool] = {"is_paged": is_paged, "v_in_k": v_in_k}
+    loads: dict[str, Any] = {"is_paged": is_paged, "v_in_k": v_in_k, "kv_bytes": kv_bytes}
     problem = tile_problem("decode", target, q_len=1, programs=programs, precision=precision, **sizes, **loads)
     if target.is_interpreter:
         found: tuple[TileConfig, ...] = (TileConfig(16, 32, 4, 1),)
@@ -94,10 +96,12 @@ def decode_tiles(
     return (config,)
 
 
-def _with_height(height: int, keys: int, warps: int, stages: int, *, is_paged: bool, v_in_k: bool) -> TileConfig:
+def _with_height(
+    height: int, keys: int, warps: int, stages: int, *, is_paged: bool, v_in_k: bool, kv_bytes: int
+) -> TileConfig:
     """The registers of 4 warps do not hold 64 rows. Of paged keys as many tiles are on their way, and as many page numbers before
-    them, for which the compiler takes half of the stages; of keys alone twice as many."""
-    ahead = (stages - 1) * (2 if is_paged else 1) * (2 if v_in_k else 1)
+    them, for which the compiler takes half of the stages; of keys alone, or of 8 bits, twice as many."""
+    ahead = (stages - 1) * (2 if is_paged else 1) * (2 if v_in_k else 1) * (2 if kv_bytes == 1 else 1)
     return TileConfig(height, keys, 8 if height == _ROWS[-1] else warps, 1 + ahead)
 
 

@@ -29,7 +29,7 @@ from flexattn.codegen.spec import KernelSpec, any_wide, capture_layout, fresh_la
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig, is_fixed
 from flexattn.runtime import device as devices
-from flexattn.runtime.choose import Chosen, bound, choose, facts_of_decode, v_in_k
+from flexattn.runtime.choose import Chosen, bound, choose, facts_of_decode, scales_of, v_in_k
 from flexattn.runtime.compile import InterpretedKernel, Kernel, Starts, first_that_builds, keep_ready
 from flexattn.runtime.plan import Plan, Problem, dense_strides, why_no_decode
 
@@ -159,6 +159,7 @@ def _key(problem: Problem) -> tuple[Any, ...]:
     return (
         q.device.index, problem.scale, problem.want_max, q.shape, k.shape[:2], v.shape[0], v.shape[3], length, page_size,
         q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k.data_ptr() == v.data_ptr(),
+        k.dtype, scales_of(problem),
         tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)),
     )  # fmt: skip
 
@@ -212,7 +213,7 @@ def merge_spec(spec: KernelSpec, dtype: torch.dtype) -> KernelSpec:
     return replace(
         spec, kernel="merge", config=TileConfig(spec.config.BLOCK_M, 16, 4, 1), layouts=(fresh_layout(dtype, spec.v_dim),) * 4,
         score=None, mask=None, captures=(), wide_numbers=(), fold_scale=True, precision="ieee", wide_lengths=False, page_size=0,
-        v_in_k=False,
+        v_in_k=False, scales=(0, 0),
     )  # fmt: skip
 
 

@@ -313,7 +313,11 @@ def _inputs(problem: Problem) -> dict[str, Any]:
     """The tensors and captured values that every attention kernel has."""
     inputs = {"Q": problem.q, "K": problem.k, "V": problem.v, "caps": flat_arguments(*bound(problem))}
     pages = problem.pages
-    return inputs if pages is None else {**inputs, "PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts}
+    if pages is None:
+        return inputs
+    scales = {"K_SCALE": pages.k_scale, "V_SCALE": pages.v_scale}
+    lists = {"PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts}
+    return {**inputs, **lists, **{name: scale for name, scale in scales.items() if scale is not None}}
 
 
 def _fixed(problem: Problem) -> dict[str, Any]:

@@ -301,10 +301,22 @@ def why_no_decode(problem: Problem) -> str | None:
     if problem.pages is not None and problem.options.strict_nan:
         return "strict_nan looks at dense keys"
     if problem.pages is not None and problem.k.dtype.itemsize == 1:
-        return "pages hold numbers of 8 bits"
+        obstacle = _why_not_converted(problem)
+        if obstacle is not None:
+            return obstacle
     if problem.block_mask is not None and problem.block_mask.predicate is None:
         return "the mask is made of lists of blocks"
     return None
+
+
+def _why_not_converted(problem: Problem) -> str | None:
+    """Why the decode kernel cannot read pages of 8 bits as they are."""
+    if problem.q.dtype == torch.float32:
+        return "pages hold numbers of 8 bits, and query those of 32"
+    device = Device.of(problem.q.device)
+    if device.type == "cpu" or problem.k.dtype == torch.float8_e5m2 or device.capability >= (8, 9):
+        return None
+    return "pages hold e4m3, which this GPU does not convert"
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,24 @@ def test_latent_attention(dims: tuple[int, int], v_in_k: bool, group: int, page_
     paged = make_paged((70, 0, 33), page_size, kv_heads=1, dims=dims, dtype=torch.bfloat16, v_in_k=v_in_k)
     check(paged, query_of(paged, group, 1), splits=2)
     check(paged, query_of(paged, group, 2), MASKS["causal"], SCORES["soft-cap"], splits=1)
+
+
+@pytest.mark.parametrize("scales", [(None, None), ((0.5, 2.0), (3.0,)), ((-1.5,), None), (None, (0.25, 3.0))], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_pages_of_eight_bits(dtype: torch.dtype, scales: tuple[tuple[float, ...] | None, ...]) -> None:
+    """Tokens are small whole numbers, which every type holds; against the same pages in float16, scaled beforehand."""
+    paged = make_paged((70, 0, 33), 16, dtype=torch.float16)
+    pools = [(x.nan_to_num() * 2).round().clamp(-4, 4) for x in (paged.pages.k_pages, paged.pages.v_pages)]
+    given = [None if s is None else torch.tensor(s) for s in scales]
+    wide = [x if s is None else (x * s[:, None, None]).half() for x, s in zip(pools, given)]
+    plain = replace(paged.pages, k_pages=wide[0], v_pages=wide[1])
+    narrow = [x.to(dtype) for x in pools]
+    scaled = replace(paged.pages, k_pages=narrow[0], v_pages=narrow[1], k_scale=given[0], v_scale=given[1])
+    q = query_of(paged, 4, 2, dtype=torch.float16)
+    for splits in (1, 3):
+        (out, aux), (right, extra) = (decode(q, pages, MASKS["causal"], None, splits) for pages in (scaled, plain))
+        torch.testing.assert_close(out, right, atol=4e-3, rtol=2e-3)
+        torch.testing.assert_close(aux.lse, extra.lse, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64])

@@ -143,6 +143,12 @@ def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.c
 
 
 @triton.jit
+def _scale_of(SCALE, head, SCALES: tl.constexpr):
+    """The factor of a head's keys or values: of all heads (SCALES 1), or its own (2)."""
+    return tl.load(SCALE + (head if SCALES > 1 else 0))
+
+
+@triton.jit
 def _awaited(rows, kept):
     """The same rows of queries, for which the compiler waits here and not before. Those that lie in place stay there: they would take
     as many registers as sums do."""
@@ -171,11 +177,11 @@ def _sweep(acc, peak, total, bits, q, q_rest, K, V, PAGES, first, splits, k_stri
         place = batch
         if PAGE_SIZE > 0:
             place = tiles.pages_of(PAGES, start, wanted, BLOCK_N, PAGE_SIZE)
-        k = tiles.load_keys(K, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM, QK_PAD, PAGE_SIZE)  # [N, QK]
+        k = tiles.load_keys(K, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM, QK_PAD, PAGE_SIZE).to(q.dtype)  # [N, QK]
         scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
         if QK_REST > 0:
             rest = tiles.load_keys(K + QK_PAD, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM - QK_PAD, QK_REST, PAGE_SIZE)
-            scores = softmax.dot(q_rest, tl.trans(rest), scores, PRECISION, UPCAST)
+            scores = softmax.dot(q_rest, tl.trans(rest.to(q.dtype)), scores, PRECISION, UPCAST)
         scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
         if SCORE_MOD is not None:
             scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, known)
@@ -184,7 +190,7 @@ def _sweep(acc, peak, total, bits, q, q_rest, K, V, PAGES, first, splits, k_stri
         if V_IN_K:
             v = k
         else:
-            v = tiles.load_keys(V, v_strides, place, kv_head, start, wanted, BLOCK_N, V_DIM, V_PAD, PAGE_SIZE)  # [N, V]
+            v = tiles.load_keys(V, v_strides, place, kv_head, start, wanted, BLOCK_N, V_DIM, V_PAD, PAGE_SIZE).to(q.dtype)  # [N, V]
         probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
         acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
     return acc, peak, total
@@ -251,14 +257,14 @@ def _merge(OUT, LSE, MAX, PARTS, out_strides, batch, kv_head, tile, row, rows, q
 
 
 @triton.jit
-def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, q_strides, k_strides, v_strides, out_strides,
-                     caps, scale, q_heads, group, q_len, kv_len, lines, splits, is_counted, SCORE_MOD: tl.constexpr,
+def attention_decode(Q, K, V, K_SCALE, V_SCALE, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, q_strides, k_strides, v_strides,
+                     out_strides, caps, scale, q_heads, group, q_len, kv_len, lines, splits, is_counted, SCORE_MOD: tl.constexpr,
                      MASK_MOD: tl.constexpr, READS: tl.constexpr, ZONES: tl.constexpr, BY_FORMULA: tl.constexpr,
                      KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                      QK_PAD: tl.constexpr, QK_REST: tl.constexpr, V_PAD: tl.constexpr, V_IN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                      BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr,
                      OF_HEADS: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr,
-                     PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
     `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
 
@@ -279,6 +285,8 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
     real = tl.minimum(row, rows - 1)  # behind the last row it comes again, which keeps nothing more
     q_idx = (real // group)[:, None]
     head = (kv_head * group + real % group)[:, None]
+    if K_SCALES > 0:
+        scale *= _scale_of(K_SCALE, kv_head, K_SCALES)
     factor = softmax.factor_of(scale, FOLD_SCALE)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -326,6 +334,8 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
                                   k_strides, v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL,
                                   SCORE_MOD, MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, QK_REST, V_PAD, V_IN_K, BLOCK_N, PAGE_SIZE,
                                   FOLD_SCALE, PRECISION, UPCAST)
+    if V_SCALES > 0:
+        acc *= _scale_of(V_SCALE, kv_head, V_SCALES)
     if splits > 1:
         tile = pair * lines + line
         PART = PARTS + (tile.to(tl.int64) * splits + split) * (BLOCK_M * (V_PAD + 2))
