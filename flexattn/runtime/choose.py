@@ -307,10 +307,7 @@ def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None
         "mask": plan.mask,
         "captures": tuple(capture_layout(c) for c in captures),
         "wide_numbers": tuple(wide_number(n) for n in numbers),
-        "fold_scale": plan.score is None
-        and problem.scale > 0
-        and q.dtype != torch.float32
-        and scales_of(problem)[0] == 0,
+        "fold_scale": plan.score is None and problem.scale > 0 and problem.k.dtype in (torch.bfloat16, torch.float16),
         "precision": "tf32" if plan.tf32 else "ieee",
         "wide_lengths": any_wide((*q.shape[:3], problem.kv_len)),
         "page_size": 0 if problem.pages is None else problem.pages.page_size,
@@ -331,11 +328,8 @@ def scales_of(problem: Problem) -> tuple[int, int]:
 
 
 def v_in_k(problem: Problem, target: Target) -> bool:
-    """Whether values are the first dims of keys, in the same memory, and a tile of keys serves the decode kernel for both. Not where it
-    is converted: the compiler then keeps no such tiles on their way."""
+    """Whether values are the first dims of keys, in the same memory, and a tile of keys serves the decode kernel for both."""
     k, v = problem.k, problem.v
-    if _narrow_bytes(problem):
-        return False
     is_same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
     return is_same and k.shape[3] >= v.shape[3] and reads_v_in_k(k.shape[3], v.shape[3], target)
 

@@ -313,6 +313,8 @@ def _why_not_converted(problem: Problem) -> str | None:
     """Why the decode kernel cannot read pages of 8 bits as they are."""
     if problem.q.dtype == torch.float32:
         return "pages hold numbers of 8 bits, and query those of 32"
+    if any(n % 2 for x in (problem.k, problem.v) for n in (x.shape[3], x.storage_offset(), *x.stride()[:3])):
+        return "pages of 8 bits are read in pairs, and a dimension or a stride is odd"
     device = Device.of(problem.q.device)
     if device.type == "cpu" or problem.k.dtype == torch.float8_e5m2 or device.capability >= (8, 9):
         return None

@@ -75,7 +75,7 @@ def spec_of(
         v_dim=v_dim or dim, layouts=(layout, of_kv, of_kv, layout), score=score and score.program, mask=mask and mask.program,
         captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
         wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), capture_grads=capture_grads,
-        fold_scale=score is None and dtype != "fp32" and not scales[0], precision=precision, page_size=page_size,
+        fold_scale=score is None and dtype != "fp32" and kv_dtype in (None, "bf16", "fp16"), precision=precision, page_size=page_size,
         v_in_k=v_in_k, scales=scales,
     )  # fmt: skip
 
