@@ -29,7 +29,6 @@ MOST_SPLITS = 256
 WIDEST, WIDEST_V = 576, 512  # head dimensions, of query and value: wider tiles do not fit beside those on their way
 STRIP = 64  # tiles that a program finds at once, as in the kernel
 PROGRAMS_EACH = 1  # of a processor: its stages keep enough on its way; twice as many were 2 to 4 % slower on an H200
-MERGED_ALONE = 1 << 17  # bytes of parts that one program adds up in the time of another launch
 CHAINED = 1 << 26  # bytes of keys and values up to which a call starts before the kernel in front of it has ended
 SPLIT_COST = 2  # tiles that a program could read while it starts and ends
 _ROWS = (16, 32, 64)  # of a tile: what a matrix instruction takes at least, and what registers hold at most

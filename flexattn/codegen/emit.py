@@ -280,9 +280,7 @@ def _decode_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int 
     arguments = _Arguments(spec)
     _inputs(arguments)
     arguments.result("OUT", spec.v_dim, "out_strides")
-    arguments.plain(
-        LSE="*fp32", MAX="*fp32", PARTS="*fp32", COUNTS="*i32", scale="fp32", **_SPLIT, kv_len="i32", is_counted="i32"
-    )
+    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", scale="fp32", **_SPLIT, kv_len="i32")
     arguments.aligned.append(("PARTS", None, 16))
     if spec.page_size:
         arguments.plain(PAGES="*i32", PAGE_STARTS="*i32")

@@ -82,7 +82,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         peaks = torch.empty_like(lse) if problem.want_max else None
         results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
         if ready.spec.is_gluon:
-            results["COUNTER"] = devices.counters_of(q.device)
+            results["COUNTER"] = devices.counter_of(q.device)
         ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
         return out, lse, peaks
 

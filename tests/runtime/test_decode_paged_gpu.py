@@ -166,7 +166,7 @@ def test_a_graph_follows_lengths_and_page_numbers() -> None:
         pages.kv_lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         q.normal_()
         torch.full((1 << 20,), math.nan, device=GPU)  # memory that the graph does not own
-        for _ in range(3):  # counts of parts are zero again behind each
+        for _ in range(3):
             graph.replay()
         for b, n in enumerate(lengths):
             right, right_lse = oracle(q[b : b + 1], paged.k[b : b + 1, :, :n], paged.v[b : b + 1, :, :n])
@@ -175,7 +175,7 @@ def test_a_graph_follows_lengths_and_page_numbers() -> None:
 
 
 def test_two_graphs_that_run_at_once() -> None:
-    """Captured on one stream, replayed on two: each counts its parts by itself."""
+    """Captured on one stream, replayed on two: each has parts of its own."""
     paged = paged_of((30000,), 16)
     queries = [query_of(paged, 8, n) for n in (1, 2)]
     wanted = [decode(q, paged.pages)[0].clone() for q in queries]

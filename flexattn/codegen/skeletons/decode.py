@@ -4,8 +4,7 @@ The idea: all query heads that share a key head lie in one tile of rows, so that
 programs. A program takes every `splits`-th of the tiles that the mask may keep: wherever kept keys lie, all programs get as many.
 Which of its tiles are kept and which are partial it finds by itself, 64 at a time as the bits of two integers: by formula where the
 mask is a union of zones (frontend/zones.py), else by asking the mask, within such zones as its conditions have; in both cases before K
-and V are read. So nothing is built for a mask, and nothing again for another length. The last program to end adds the sums of all
-splits, or `merge_splits` does.
+and V are read. So nothing is built for a mask, and nothing again for another length. `merge_splits` adds the sums of all splits.
 """
 
 import triton
@@ -16,7 +15,6 @@ from flexattn.codegen.skeletons import leaf_ops, softmax, tiles
 STRIP = tl.constexpr(64)  # tiles decided at once: the bits of an integer
 ZONE_ENDS = tl.constexpr(6)  # numbers of a zone
 IN_PLACE = tl.constexpr(64)  # rows of queries, from which on products read them where they lie in shared memory
-MERGED_ROWS = tl.constexpr(4)  # rows that the last program merges together
 MERGED_AT_ONCE = tl.constexpr(8192)  # numbers of parts on their way to a program that merges
 
 
@@ -269,39 +267,8 @@ def _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, ro
 
 
 @triton.jit
-def _merge(OUT, LSE, MAX, PARTS, out_strides, batch, kv_head, tile, row, rows, q_heads, group, q_len, splits, V_DIM: tl.constexpr,
-           V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, WANT_MAX: tl.constexpr):
-    """Results of some rows `row` [R] of a key head, all of one tile, from the tile's sums over all splits."""
-    ROWS: tl.constexpr = row.shape[0]
-    AT_ONCE: tl.constexpr = min(max(MERGED_AT_ONCE // (ROWS * V_PAD), 1), 32)
-    IS_EXACT: tl.constexpr = OUT.dtype.element_ty == tl.float32
-    UNIT: tl.constexpr = softmax.LOG2E if IS_EXACT else 1.0
-    dims = tl.arange(0, V_PAD)[None, None, :]
-    lane = tl.arange(0, AT_ONCE)[:, None]
-    spot = (row % BLOCK_M)[None, :]
-    first = PARTS + tile.to(tl.int64) * splits * (BLOCK_M * (V_PAD + 2))
-    acc = tl.zeros([ROWS, V_PAD], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    for start in range(0, splits, AT_ONCE):
-        inside = (start + lane < splits) & (row < rows)[None, :]
-        part = first + (start + lane) * (BLOCK_M * (V_PAD + 2))  # [splits, 1]
-        peaks = tl.load(part + (BLOCK_M * V_PAD + spot), mask=inside, other=float("-inf"))  # [splits, R]
-        totals = tl.load(part + (BLOCK_M * (V_PAD + 1) + spot), mask=inside, other=0.0)
-        sums = tl.load(part[:, :, None] + (spot[:, :, None] * V_PAD + dims), mask=inside[:, :, None], other=0.0)  # [splits, R, V]
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = softmax.power_of_two((peaks - safe[None, :]) * UNIT, IS_EXACT)  # 0 of a split without a key
-        correction = softmax.power_of_two((peak - safe) * UNIT, IS_EXACT)
-        acc = acc * correction[:, None] + tl.sum(sums * weights[:, :, None], 0)
-        total = total * correction + tl.sum(weights * totals, 0)
-        peak = new_peak
-    _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, rows, q_heads, group, q_len, V_DIM, WANT_MAX, IS_EXACT)
-
-
-@triton.jit
-def attention_decode(Q, K, V, K_SCALE, V_SCALE, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, q_strides, k_strides, v_strides,
-                     out_strides, caps, scale, q_heads, group, q_len, kv_len, lines, splits, is_counted, SCORE_MOD: tl.constexpr,
+def attention_decode(Q, K, V, K_SCALE, V_SCALE, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_strides,
+                     out_strides, caps, scale, q_heads, group, q_len, kv_len, lines, splits, SCORE_MOD: tl.constexpr,
                      MASK_MOD: tl.constexpr, READS: tl.constexpr, ZONES: tl.constexpr, BY_FORMULA: tl.constexpr,
                      KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                      QK_PAD: tl.constexpr, QK_REST: tl.constexpr, V_PAD: tl.constexpr, V_IN_K: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -311,9 +278,8 @@ def attention_decode(Q, K, V, K_SCALE, V_SCALE, PAGES, PAGE_STARTS, OUT, LSE, MA
     """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
     `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
 
-    Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals; a single one writes results. Where
-    `is_counted`, the last program of a tile of rows, as COUNTS says, adds its parts up: 0 before and after. Else `merge_splits` does,
-    for which all processors work where there is much to add up.
+    Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals, which `merge_splits` adds up; a
+    single one writes results.
 
     Wide queries and keys come in two parts, QK_PAD dimensions and the QK_REST behind them. V_IN_K: values are the first part of keys,
     which is read once for both products.
@@ -396,13 +362,6 @@ def attention_decode(Q, K, V, K_SCALE, V_SCALE, PAGES, PAGE_STARTS, OUT, LSE, MA
         tl.store(PART + (spots[:, None] * V_PAD + tl.arange(0, V_PAD)[None, :]), acc, mask=(row < rows)[:, None])
         tl.store(PART + BLOCK_M * V_PAD + spots, peak, mask=row < rows)
         tl.store(PART + BLOCK_M * (V_PAD + 1) + spots, total, mask=row < rows)
-        if is_counted:
-            tl.debug_barrier()  # all threads have written before one of them says so
-            if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") == splits - 1:
-                tl.store(COUNTS + tile, 0)  # for the next call
-                for start in range(line * BLOCK_M, tl.minimum(line * BLOCK_M + BLOCK_M, rows), MERGED_ROWS):
-                    _merge(OUT, LSE, MAX, PARTS, out_strides, batch, kv_head, tile, start + tl.arange(0, MERGED_ROWS), rows, q_heads,
-                           group, q_len, splits, V_DIM, V_PAD, BLOCK_M, WANT_MAX)
     else:
         _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, rows, q_heads, group, q_len, V_DIM, WANT_MAX,
                IS_EXACT)
@@ -412,10 +371,34 @@ def attention_decode(Q, K, V, K_SCALE, V_SCALE, PAGES, PAGE_STARTS, OUT, LSE, MA
 def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines, splits, V_DIM: tl.constexpr,
                  V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One row of the results from its sums over all splits; grid: (batch, key head) pairs * rows."""
+    PART: tl.constexpr = BLOCK_M * (V_PAD + 2)
+    AT_ONCE: tl.constexpr = min(max(MERGED_AT_ONCE // V_PAD, 1), 32)
+    IS_EXACT: tl.constexpr = OUT.dtype.element_ty == tl.float32
+    UNIT: tl.constexpr = softmax.LOG2E if IS_EXACT else 1.0
     rows = q_len * group
     pair = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
     kv_heads = q_heads // group
     _begin(row, IS_CHAINED)
-    _merge(OUT, LSE, MAX, PARTS, out_strides, pair // kv_heads, pair % kv_heads, pair * lines + row // BLOCK_M, row + tl.arange(0, 1),
-           rows, q_heads, group, q_len, splits, V_DIM, V_PAD, BLOCK_M, WANT_MAX)
+    first = PARTS + (pair * lines + row // BLOCK_M).to(tl.int64) * splits * PART
+    spot = row % BLOCK_M
+    dims = tl.arange(0, V_PAD)[None, :]
+    lane = tl.arange(0, AT_ONCE)
+    acc = tl.zeros([V_PAD], tl.float32)
+    total = tl.zeros([1], tl.float32)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    for start in range(0, splits, AT_ONCE):
+        inside = start + lane < splits
+        part = first + (start + lane) * PART
+        peaks = tl.load(part + (BLOCK_M * V_PAD + spot), mask=inside, other=float("-inf"))
+        totals = tl.load(part + (BLOCK_M * (V_PAD + 1) + spot), mask=inside, other=0.0)
+        sums = tl.load(part[:, None] + (spot * V_PAD + dims), mask=inside[:, None], other=0.0)  # [splits, V]
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = softmax.power_of_two((peaks - safe) * UNIT, IS_EXACT)  # 0 of a split without a key
+        correction = softmax.power_of_two((peak - safe) * UNIT, IS_EXACT)
+        acc = acc * correction + tl.sum(sums * weights[:, None], 0)
+        total = total * correction + tl.sum(weights * totals, 0)
+        peak = new_peak
+    _write(OUT, LSE, MAX, out_strides, acc[None, :], peak, total, pair // kv_heads, pair % kv_heads, row + tl.arange(0, 1), rows,
+           q_heads, group, q_len, V_DIM, WANT_MAX, IS_EXACT)
