@@ -100,7 +100,7 @@ def _with_height(
 ) -> TileConfig:
     """The registers of 4 warps do not hold 64 rows. Of paged keys as many tiles are on their way, and as many page numbers before
     them, for which the compiler takes half of the stages; of keys alone, or of 8 bits, twice as many."""
-    ahead = (stages - 1) * (2 if is_paged else 1) * (2 if v_in_k else 1) * (2 if kv_bytes == 1 else 1)
+    ahead = (stages - 1) * (2 if is_paged else 1) * (2 if v_in_k or kv_bytes == 1 else 1)
     return TileConfig(height, keys, 8 if height == _ROWS[-1] else warps, 1 + ahead)
 
 

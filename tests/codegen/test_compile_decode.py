@@ -184,8 +184,10 @@ def test_pages_of_eight_bits(rows: int, dtype: str, kv_dtype: str) -> None:
 
 @compiles
 @pytest.mark.parametrize("rows", [4, 20, 64])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (576, 512)])
-@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize(
+    "dims", [(128, 128), *(pytest.param(d, marks=pytest.mark.slow) for d in ((64, 64), (256, 256), (576, 512)))]
+)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (89, 100))])
 def test_model_of_shared_memory_of_eight_bits(arch: int, dims: tuple[int, int], rows: int) -> None:
     sizes = {"element_bytes": 2, "qk_dim": dims[0], "v_dim": dims[1], "is_paged": True, "kv_bytes": 1}
     for config in decode_tiles(target_of(arch), rows=rows, **sizes):  # type: ignore[arg-type]

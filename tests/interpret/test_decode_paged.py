@@ -132,6 +132,54 @@ def test_pages_of_eight_bits(dtype: torch.dtype, scales: tuple[tuple[float, ...]
         torch.testing.assert_close(aux.lse, extra.lse, atol=1e-3, rtol=1e-3)
 
 
+def narrow(paged: Paged, **scales: Tensor) -> tuple[PagedKV, PagedKV]:
+    """The same pages in 8 bits, NaN where nothing was written, and what they hold then in float32, scaled."""
+    pools = [x.to(torch.float8_e4m3fn) for x in (paged.pages.k_pages, paged.pages.v_pages)]
+    if paged.pages.k_pages.data_ptr() == paged.pages.v_pages.data_ptr():
+        pools[1] = pools[0][..., : pools[1].shape[3]]
+    wide = [
+        x.float() * scales.get(name, torch.ones(1))[:, None, None] for x, name in zip(pools, ("k_scale", "v_scale"))
+    ]
+    return tuple(replace(paged.pages, k_pages=k, v_pages=v, **s) for (k, v), s in ((pools, scales), (wide, {})))
+
+
+@pytest.mark.parametrize("size", [1e6, 1.0, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_over_eight_bits_of_any_size(dtype: torch.dtype, size: float) -> None:
+    """Products are of float16, which does not hold all that bfloat16 does."""
+    if dtype == torch.float16 and size != 1.0:
+        size **= 0.25
+    paged = make_paged((70, 0, 33), 16, dtype=torch.bfloat16)
+    pages, wide = narrow(paged, k_scale=torch.tensor([1.0, 0.3]) / size, v_scale=torch.tensor([2.5]))
+    q = (query_of(paged, 4, 3, dtype=torch.float32) * size).to(dtype)
+    for splits in (1, 3):
+        (out, aux), (right, extra) = (
+            decode(x, p, MASKS["causal"], SCORES["soft-cap"], splits) for x, p in ((q, pages), (q.float(), wide))
+        )
+        torch.testing.assert_close(out.float(), right, atol=2e-2, rtol=1e-2)
+        torch.testing.assert_close(aux.lse, extra.lse, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("v_in_k", [True, False])
+def test_latent_attention_over_eight_bits(v_in_k: bool) -> None:
+    paged = make_paged((70, 0, 33), 24, kv_heads=1, dims=(576, 512), dtype=torch.bfloat16, v_in_k=v_in_k)
+    pages, wide = narrow(paged)
+    q = query_of(paged, 20, 1, dtype=torch.bfloat16)
+    (out, aux), (right, extra) = (decode(x, p, splits=2) for x, p in ((q, pages), (q.float(), wide)))
+    torch.testing.assert_close(out.float(), right, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(aux.lse, extra.lse, atol=2e-3, rtol=1e-3)
+
+
+def test_odd_dimensions_of_eight_bits_are_not_read_in_pairs() -> None:
+    paged = make_paged((70, 33), 16, dims=(33, 24), dtype=torch.bfloat16)
+    pages, wide = narrow(paged)
+    q = query_of(paged, 4, 1, dtype=torch.bfloat16)
+    flexattn.reset_stats()
+    out = paged_attention(q, pages)
+    assert "decode" not in flexattn.stats().launches
+    torch.testing.assert_close(out.float(), paged_attention(q.float(), wide), atol=2e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64])
 def test_where_pages_lie_changes_no_bit(page_size: int) -> None:
     results = []
