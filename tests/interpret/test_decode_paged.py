@@ -14,7 +14,7 @@ import flexattn
 from flexattn import AuxRequest, PagedKV, paged_attention
 from flexattn.runtime.reference import oracle
 from tests.helpers import dense
-from tests.paged import Paged, assert_nothing_without_keys, make_paged, query_of
+from tests.paged import Paged, assert_nothing_without_keys, make_paged, narrowed, query_of
 from tests.runtime.kernel_cases import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -132,52 +132,43 @@ def test_pages_of_eight_bits(dtype: torch.dtype, scales: tuple[tuple[float, ...]
         torch.testing.assert_close(aux.lse, extra.lse, atol=1e-3, rtol=1e-3)
 
 
-def narrow(paged: Paged, **scales: Tensor) -> tuple[PagedKV, PagedKV]:
-    """The same pages in 8 bits, NaN where nothing was written, and what they hold then in float32, scaled."""
-    pools = [x.to(torch.float8_e4m3fn) for x in (paged.pages.k_pages, paged.pages.v_pages)]
-    if paged.pages.k_pages.data_ptr() == paged.pages.v_pages.data_ptr():
-        pools[1] = pools[0][..., : pools[1].shape[3]]
-    wide = [
-        x.float() * scales.get(name, torch.ones(1))[:, None, None] for x, name in zip(pools, ("k_scale", "v_scale"))
-    ]
-    return tuple(replace(paged.pages, k_pages=k, v_pages=v, **s) for (k, v), s in ((pools, scales), (wide, {})))
+def check_narrow(paged: Paged, q: Tensor, mask: Any = None, score: Any = None, splits: int | None = None) -> None:
+    """As `check`, over pages of 8 bits: queries and probabilities alone are rounded."""
+    out, aux = decode(q, paged.pages, mask, score, splits)
+    assert_nothing_without_keys(paged, out, aux.lse)
+    for b, qkv, placed_mask, placed_score in paged.placed(q, mask, score):
+        right, lse = oracle(*qkv, placed_mask, placed_score)
+        torch.testing.assert_close(out[b : b + 1].double(), right, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(aux.lse[b : b + 1].double(), lse.double(), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("size", [1e6, 1.0, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_over_eight_bits_of_any_size(dtype: torch.dtype, size: float) -> None:
     """Products are of float16, which does not hold all that bfloat16 does."""
-    if dtype == torch.float16 and size != 1.0:
-        size **= 0.25
+    size = size if dtype == torch.bfloat16 else size**0.5
     paged = make_paged((70, 0, 33), 16, dtype=torch.bfloat16)
-    pages, wide = narrow(paged, k_scale=torch.tensor([1.0, 0.3]) / size, v_scale=torch.tensor([2.5]))
+    scales = {"k_scale": torch.tensor([1.0, 0.3]) / size, "v_scale": torch.tensor([2.5])}
     q = (query_of(paged, 4, 3, dtype=torch.float32) * size).to(dtype)
     for splits in (1, 3):
-        (out, aux), (right, extra) = (
-            decode(x, p, MASKS["causal"], SCORES["soft-cap"], splits) for x, p in ((q, pages), (q.float(), wide))
-        )
-        torch.testing.assert_close(out.float(), right, atol=2e-2, rtol=1e-2)
-        torch.testing.assert_close(aux.lse, extra.lse, atol=2e-3, rtol=1e-3)
+        held = narrowed(paged, torch.float8_e4m3fn, **scales)
+        check_narrow(held, q, MASKS["causal"], SCORES["soft-cap"], splits)
 
 
 @pytest.mark.parametrize("v_in_k", [True, False])
 def test_latent_attention_over_eight_bits(v_in_k: bool) -> None:
     paged = make_paged((70, 0, 33), 24, kv_heads=1, dims=(576, 512), dtype=torch.bfloat16, v_in_k=v_in_k)
-    pages, wide = narrow(paged)
-    q = query_of(paged, 20, 1, dtype=torch.bfloat16)
-    (out, aux), (right, extra) = (decode(x, p, splits=2) for x, p in ((q, pages), (q.float(), wide)))
-    torch.testing.assert_close(out.float(), right, atol=2e-2, rtol=1e-2)
-    torch.testing.assert_close(aux.lse, extra.lse, atol=2e-3, rtol=1e-3)
+    check_narrow(narrowed(paged, torch.float8_e4m3fn), query_of(paged, 20, 1, dtype=torch.bfloat16), splits=2)
 
 
 def test_odd_dimensions_of_eight_bits_are_not_read_in_pairs() -> None:
-    paged = make_paged((70, 33), 16, dims=(33, 24), dtype=torch.bfloat16)
-    pages, wide = narrow(paged)
+    paged = narrowed(make_paged((70, 33), 16, dims=(33, 24), dtype=torch.bfloat16), torch.float8_e4m3fn)
     q = query_of(paged, 4, 1, dtype=torch.bfloat16)
     flexattn.reset_stats()
-    out = paged_attention(q, pages)
+    out = paged_attention(q, paged.pages)
     assert "decode" not in flexattn.stats().launches
-    torch.testing.assert_close(out.float(), paged_attention(q.float(), wide), atol=2e-2, rtol=1e-2)
+    for b, qkv, *_ in paged.placed(q, None, None):
+        torch.testing.assert_close(out[b : b + 1].double(), oracle(*qkv)[0], atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64])
