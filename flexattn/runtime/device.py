@@ -82,36 +82,35 @@ def _torch_stream(device: torch.device, address: int) -> torch.cuda.Stream:
 
 
 _COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}
-_COUNTERS_AT_LEAST = 1024
 _ZEROS: dict[int | None, torch.Tensor] = {}  # for graphs, as far as none has them yet
 _ZEROS_OF_GRAPHS: list[torch.Tensor] = []  # all that graphs may have, for ever: nobody says when a graph is gone
-_ZEROS_AT_ONCE = 1 << 18
+_ZEROS_AT_ONCE = 1 << 12
 
 
-def counters_of(device: torch.device, count: int = 1) -> torch.Tensor:
-    """Zeros of int32, [count] or more, that a kernel counts with and leaves as zeros: the same for all kernels of a stream, which run
-    one after the other. A call in a CUDA graph, which may be replayed on any stream, gets zeros of its own, made beforehand: to make
-    them there would be one kernel more in the graph."""
+def counter_of(device: torch.device) -> torch.Tensor:
+    """A zero, int32 [1], that a kernel counts with and leaves as a zero: the same for all kernels of a stream, which run one after the
+    other. A call in a CUDA graph, which may be replayed on any stream, gets a zero of its own, made beforehand: to make it there would
+    be one kernel more in the graph."""
     if is_capturing(device):
-        return _counters_of_graph(device, count)
+        return _counter_of_graph(device)
     key = (device.index, stream_of(device))
-    counters = _COUNTERS.get(key)
-    if counters is None or counters.shape[0] < count:
-        counters = _COUNTERS[key] = _zeros(device, max(count, _COUNTERS_AT_LEAST))
+    counter = _COUNTERS.get(key)
+    if counter is None:
+        counter = _COUNTERS[key] = _zeros(device, 1)
     if device.index not in _ZEROS and device.type == "cuda":
         _ZEROS[device.index] = _zeros(device, _ZEROS_AT_ONCE)
         _ZEROS_OF_GRAPHS.append(_ZEROS[device.index])
         torch.cuda.current_stream(device).synchronize()  # a graph may use them on another one
-    return counters
+    return counter
 
 
-def _counters_of_graph(device: torch.device, count: int) -> torch.Tensor:
-    zeros = _ZEROS.get(device.index)
-    if zeros is None or zeros.shape[0] < count:
-        _ZEROS.pop(device.index, None)  # the next call outside of a graph makes more
-        return _zeros(device, count)
-    _ZEROS[device.index] = zeros[count:]
-    return zeros[:count]
+def _counter_of_graph(device: torch.device) -> torch.Tensor:
+    zeros = _ZEROS.pop(device.index, None)
+    if zeros is None:
+        return _zeros(device, 1)
+    if len(zeros) > 1:  # else the next call outside of a graph makes more
+        _ZEROS[device.index] = zeros[1:]
+    return zeros[:1]
 
 
 def _zeros(device: torch.device, count: int) -> torch.Tensor:

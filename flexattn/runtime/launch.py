@@ -84,7 +84,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         peaks = torch.empty_like(lse) if problem.want_max else None
         results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
         if ready.spec.is_gluon:
-            results["COUNTER"] = devices.counters_of(q.device)
+            results["COUNTER"] = devices.counter_of(q.device)
         if problem.pages is not None:
             results["V_CUT"] = cut_values(problem.pages, plan, piece_rows(ready.cut.kv_tile, problem.pages.page_size))
         ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
@@ -329,7 +329,9 @@ def _inputs(problem: Problem) -> dict[str, Any]:
     pages = problem.pages
     if pages is None:
         return inputs
-    return {**inputs, "PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts, "KV_LENGTHS": pages.kv_lengths}
+    lists = {"PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts, "KV_LENGTHS": pages.kv_lengths}
+    scales = {"K_SCALE": pages.k_scale, "V_SCALE": pages.v_scale}
+    return {**inputs, **lists, **{name: scale for name, scale in scales.items() if scale is not None}}
 
 
 def _fixed(problem: Problem) -> dict[str, Any]:
