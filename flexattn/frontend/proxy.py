@@ -487,6 +487,11 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name == "__get__":  # a property of a captured tensor never comes here; one of a proxy does
         raise unsupported(str(getattr(getattr(func, "__self__", None), "__name__", name)), FUNCTIONS)
     trace = next(x.trace for x in _flat(args, kwargs) if type(x) in (Proxy, Row))
+    return call_by_name(trace, name, args, kwargs)
+
+
+def call_by_name(trace: Trace, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch's or a method of tensors of that name makes of arguments of which one is a traced value."""
     if name == "__getitem__":
         return _index(trace, args[0], args[1])
     if name.startswith("__r") and name[3:-2] in FUNCTIONS and name not in ("__rshift__",):
