@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of a function: it runs as written, and the graph around it goes on after a break.
+"""Keeps torch.compile out of a function: it runs as written, and the graph around it goes on after a break, or has an operator.
 
 flexattn has a tracer and a compiler of its own, so Dynamo has nothing to add inside. The marks below are what
 `torch.compiler.disable` sets; that function itself is called only once Dynamo is loaded, since importing it costs a second.
@@ -11,7 +11,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.compiler import is_dynamo_compiling
 
 from flexattn.errors import CallError
 
@@ -44,6 +47,38 @@ def eager_only(fn: Callable[P, R]) -> Callable[P, R]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     call._torchdynamo_disable_msg = "flexattn runs its own compiler"  # type: ignore[attr-defined]
     return call
+
+
+def in_graphs_as(form: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Wraps a function so that torch.compile traces another in its place, and eager calls run it as it is.
+
+    Where Dynamo cannot follow the other, the function is kept out of the graph, as by `eager_only`.
+
+    Args:
+        form: takes the same arguments; Dynamo traces it into the graph around the call.
+    Returns: a decorator.
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        eager = eager_only(fn)
+
+        def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not is_dynamo_compiling():  # the graph has broken here: Dynamo gave up, and the call comes as it was
+                return eager(*args, **kwargs)
+            result: R = form(*args, **kwargs)
+            return result
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if is_dynamo_compiling():
+                return traced(*args, **kwargs)
+            return eager(*args, **kwargs)
+
+        # Not as a frame of its own; inside another frame Dynamo still follows it.
+        set_code_exec_strategy(traced.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+        return call
+
+    return decorate
 
 
 def _unknown(fn: Callable[..., object], given: Iterable[str]) -> CallError | None:

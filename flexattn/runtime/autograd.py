@@ -45,18 +45,24 @@ def attend(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]
     if problem.options.deterministic and not settings.is_deterministic():
         with settings.deterministic():
             return attend(problem, plan)
-    if problem.lengths is not None and not _reads_as_it_is(problem, plan):
-        problem = problem.dense()
+    transforms.check_transforms((problem.q, problem.k, problem.v, *problem.captures))
+    problem = as_it_runs(problem, plan)
     inputs = (problem.q, problem.k, problem.v, *problem.captures)
-    transforms.check_transforms(inputs)
-    if settings.debug() and plan.backend == "triton" and not is_empty(problem):
-        from flexattn.runtime.debug import check_reads
-
-        check_reads(problem)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         out, lse, max_scores = FlexAttention.apply(problem, plan, *inputs)
         return out, lse, max_scores
     return run_forward(problem, plan)
+
+
+def as_it_runs(problem: Problem, plan: Plan) -> Problem:
+    """The problem with dense keys where its kernels read no others; in debug mode its reads are checked."""
+    if problem.lengths is not None and not _reads_as_it_is(problem, plan):
+        problem = problem.dense()
+    if settings.debug() and plan.backend == "triton" and not is_empty(problem):
+        from flexattn.runtime.debug import check_reads
+
+        check_reads(problem)
+    return problem
 
 
 class FlexAttention(torch.autograd.Function):
