@@ -158,8 +158,8 @@ def _node(op: str, inputs: list[Any], dtype: torch.dtype, trace: Trace) -> Expr:
 def _made(trace: Trace, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Proxy:
     """A scalar that a mod makes on the device of a traced value."""
     value = _FACTORIES[name](*args)
-    dtype = kwargs.get("dtype") or (promote([value]) if isinstance(value, (bool, int, float)) else None)
-    return trace.wrap(convert(trace.operand(value), dtype))
+    operand = trace.operand(value)
+    return trace.wrap(convert(operand, kwargs.get("dtype") or promote([operand])))
 
 
 def _unreadable(node: ast.AST) -> CallError:

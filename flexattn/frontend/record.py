@@ -61,7 +61,7 @@ class Recorder(torch.overrides.TorchFunctionMode):
     def has_value(self, x: Any) -> bool:
         """Whether a traced value is among arguments."""
         if isinstance(x, (tuple, list)):
-            return any([self.has_value(y) for y in x])
+            return any(self.has_value(y) for y in x)
         return isinstance(x, Tensor) and self.place(self.values, x) >= 0
 
     def shape_of(self, x: Any) -> Any:
@@ -147,7 +147,7 @@ class Recorder(torch.overrides.TorchFunctionMode):
 
     def is_literal(self, x: int | float) -> bool:
         """Whether the mod's own code contains a number."""
-        return any([type(n) is type(x) and n == x for n in self.literals])
+        return any(type(n) is type(x) and n == x for n in self.literals)
 
 
 def is_static(x: Any) -> bool:

@@ -205,9 +205,8 @@ def prepare(
     score = _trace_score(score_mod, query, where)
     mask = _resolve_mask(masks, query, kv_len) if where is None else _placed_mask(masks, query, kv_len, where)
     captures = score.binding.captures if score is not None else ()
-    may_need_grad = needs_grad
     if needs_grad is None:
-        may_need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
     problem = Problem(
         q=query,
         k=key,
@@ -216,10 +215,10 @@ def prepare(
         score=score,
         mask=_on_device(None if mask is None else mask.traced, query.device, "mask_mod"),
         block_mask=mask,
-        want_lse=aux.lse or may_need_grad,
+        want_lse=aux.lse or needs_grad,
         want_max=aux.max_scores,
         options=parsed,
-        needs_grad=may_need_grad,
+        needs_grad=needs_grad,
         pages=pages,
         lengths=None if where is None else where.lengths,
     )

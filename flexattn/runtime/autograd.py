@@ -110,7 +110,7 @@ class FlexAttention(torch.autograd.Function):
             d_out = torch.zeros_like(out) if d_out is None else d_out
             grads = run_backward(problem, ctx.plan, (out, lse), (d_out, d_lse), needs)
         if torch.is_grad_enabled():  # create_graph=True
-            grads = transforms.forbid_second_derivative(grads, sources)
+            grads = _with_derivatives(ctx.problem.bind(*saved[:3], saved[3 : ctx.inputs]), ctx.plan, grads, sources)
         return (None, None, *grads)
 
     @staticmethod
@@ -125,6 +125,20 @@ class FlexAttention(torch.autograd.Function):
 
 
 FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  # type: ignore[attr-defined]  # or torch asks each call
+
+
+def _with_derivatives(
+    problem: Problem, plan: Plan, grads: tuple[Tensor | None, ...], sources: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that can be differentiated once more, if torch operations made them, or that raise when somebody tries."""
+    transformed = torch._C._are_functorch_transforms_active()
+    if plan.backend != "torch" or transformed:
+        times = "twice by torch.func" if transformed else "twice in its kernels"
+        return transforms.forbid_further_derivatives(grads, sources, times=times)
+    from flexattn.runtime.second_order import differentiable
+
+    d_out, d_lse = sources[-2:]
+    return differentiable(problem, grads, (d_out, d_lse))
 
 
 def _reads_as_it_is(problem: Problem, plan: Plan) -> bool:

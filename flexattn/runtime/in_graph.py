@@ -35,7 +35,7 @@ class Writer:
     def __init__(self, query: Tensor) -> None:
         self.query = query
         self.tensors: list[Tensor] = []
-        self.ints: list[int] = []
+        self.ints: list[int | torch.SymInt] = []
         self.floats: list[Tensor] = []
 
     def number(self, x: Any) -> str:
@@ -45,7 +45,9 @@ class Writer:
         if isinstance(x, (int, torch.SymInt)):
             self.ints.append(x)
             return f"i{len(self.ints) - 1}"
-        self.floats.append(torch.ones((), dtype=torch.float64) * x)  # graphs keep a float that changes as a tensor alone
+        self.floats.append(
+            torch.ones((), dtype=torch.float64) * x
+        )  # graphs keep a float that changes as a tensor alone
         return f"f{len(self.floats) - 1}"
 
     def tensor(self, x: Tensor) -> str:
@@ -87,7 +89,9 @@ class Writer:
         if not torch.compiler.is_exporting():
             return f"Made({self.number(mask._number)})"
         predicate = mask.as_predicate()._mask
-        sizes = [f"({self.number(a)}, {self.number(b)})" for a, b in (predicate.sizes, predicate.lengths, predicate.block)]
+        sizes = [
+            f"({self.number(a)}, {self.number(b)})" for a, b in (predicate.sizes, predicate.lengths, predicate.block)
+        ]
         return f"Mask({self.traced(predicate.traced)}, {', '.join(sizes)}, {str(predicate.device)!r})"
 
 
@@ -123,7 +127,7 @@ def in_graph(
     placed = [writer.tensor(x) if isinstance(x, Tensor) else writer.number(x) for x in (q_offset, kv_lengths)]
     options = ", ".join([f"{k!r}: {v!r}" for k, v in kernel_options.items()]) if kernel_options else ""
     lse, peaks = (return_lse, False) if return_aux is None else (return_aux.lse, return_aux.max_scores)
-    needs_grad = torch.is_grad_enabled() and any([x.requires_grad for x in inputs])
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     said = [
         f"scale={writer.number(scale)}, enable_gqa={bool(enable_gqa)}",
         f"q_offset={placed[0]}, kv_lengths={placed[1]}",
@@ -131,7 +135,10 @@ def in_graph(
         f"score={score}, mask={writer.mod(mask_mod, 'mask')}, block_mask={writer.mask(block_mask)}",
     ]
     call = f"Call({', '.join(said)})"
-    return torch.ops.flexattn.attention(query, key, value, writer.tensors, writer.ints, writer.floats, call)  # type: ignore[no-any-return]
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.flexattn.attention(
+        query, key, value, writer.tensors, writer.ints, writer.floats, call
+    )
+    return found
 
 
 def _autocast(x: Tensor) -> Tensor:

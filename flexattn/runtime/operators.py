@@ -106,7 +106,7 @@ def attention_backward(
     found = run_backward(problem, plan, (out, lse), (upstream, d_lse), wanted)
     grads: list[Tensor | None] = [*found[:3], *([None] * len(tensors))]
     for slot, grad in zip(slots, found[3:]):
-        grads[3 + slot] = grad if grads[3 + slot] is None else grads[3 + slot] + grad
+        grads[3 + slot] = grad
     return [_like(g, x) for g, x, n in zip(grads, (query, key, value, *tensors), needs) if n]
 
 
@@ -120,7 +120,8 @@ def _attention_shapes(
     out = torch.empty_permuted(shape, stride_order_of(query), dtype=query.dtype, device=query.device)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     lse, peaks = (
-        query.new_empty(query.shape[:-1] if want else (0,), dtype=wide) for want in (wanted.lse or wanted.needs_grad, wanted.max_scores)
+        query.new_empty(query.shape[:-1] if want else (0,), dtype=wide)
+        for want in (wanted.lse or wanted.needs_grad, wanted.max_scores)
     )
     return out, lse, peaks
 
@@ -148,7 +149,7 @@ def _differentiate(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Tens
     tensors, floats = rest[: ctx.tensors], rest[ctx.tensors :]
     need_q, need_k, need_v, need_tensors = ctx.needs_input_grad[:4]
     needs = [need_q, need_k, need_v, *(need_tensors or [False] * ctx.tensors)]
-    nothing = (None if ctx.ints else []), [None] * len(floats), None
+    nothing: tuple[Any, ...] = (None if ctx.ints else []), [None] * len(floats), None
     if d_out is None and d_lse is None:
         return None, None, None, [None] * len(tensors), *nothing
     found = iter(
@@ -166,11 +167,7 @@ def _no_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise UnsupportedError(
-        "flex_attention inside a graph cannot be differentiated twice",
-        given="a second backward pass through its gradients (create_graph=True)",
-        hint="the same call outside of torch.compile, with kernel_options={'BACKEND': 'TORCH'} on a GPU",
-    )
+    raise transforms.no_further_derivatives("twice as an operator")
 
 
 attention.register_vmap(_no_vmap)
@@ -222,7 +219,9 @@ def _made(number: int) -> BlockMask:
     """The mask of this process that has a number."""
     if (mask := MASKS.get(number)) is None:
         raise UnsupportedError(
-            "a graph names a BlockMask that is gone", given=f"mask {number}", hint="keeping the mask while the graph runs"
+            "a graph names a BlockMask that is gone",
+            given=f"mask {number}",
+            hint="keeping the mask while the graph runs",
         )
     return mask  # type: ignore[return-value]
 
@@ -250,7 +249,7 @@ def _parsed(call: str) -> ast.Call:
 
 def _read(call: str, tensors: Sequence[Tensor], ints: Sequence[int], floats: Sequence[Tensor]) -> Call:
     """What a call's text says of these arguments."""
-    arguments = {"t": tensors, "i": ints, "f": floats}
+    arguments: dict[str, Sequence[Any]] = {"t": tensors, "i": ints, "f": floats}
 
     def named(name: str) -> Any:
         found = arguments[name[0]][int(name[1:])]
