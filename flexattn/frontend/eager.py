@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+from torch._C import _len_torch_dispatch_stack
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.compiler import is_dynamo_compiling
 
@@ -55,7 +56,8 @@ def in_graphs_as(form: Callable[..., Any]) -> Callable[[Callable[P, R]], Callabl
     Where Dynamo cannot follow the other, the function is kept out of the graph, as by `eager_only`.
 
     Args:
-        form: takes the same arguments; Dynamo traces it into the graph around the call.
+        form: takes the same arguments; Dynamo traces it into the graph around the call, and a call runs it under a mode that
+            watches torch's operators.
     Returns: a decorator.
     """
 
@@ -72,6 +74,9 @@ def in_graphs_as(form: Callable[..., Any]) -> Callable[[Callable[P, R]], Callabl
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if is_dynamo_compiling():
                 return traced(*args, **kwargs)
+            if _len_torch_dispatch_stack():  # a mode watches torch's operators
+                watched: R = form(*args, **kwargs)
+                return watched
             return eager(*args, **kwargs)
 
         # Not as a frame of its own; inside another frame Dynamo still follows it.

@@ -47,12 +47,7 @@ def program_text(program: Program) -> str:
         op.le(v3, v2, dtype=bool)
         return v4
     """
-    return _text(program.kind, program.body)
-
-
-@lru_cache(maxsize=4096)
-def _text(kind: str, body: Expr) -> str:
-    variables = _VARIABLES[kind]
+    variables, body = _VARIABLES[program.kind], program.body
     names: dict[Expr, str] = {}
     lines: list[str] = []
     for node in topological([body]):

@@ -107,6 +107,9 @@ class Trace:
             return NumberRef(x.slot, "int" if isinstance(x, IntArg) else "float")
         if isinstance(x, (bool, int, float)):
             return x
+        if isinstance(x, _SYMBOLS):  # a size of a graph that is being traced
+            self.numbers.append(x)
+            return NumberRef(len(self.numbers) - 1, "int" if isinstance(x, torch.SymInt) else "float")
         if isinstance(x, torch.Tensor):
             return self.scalar(self.readable(x))
         if hasattr(x, "item") and getattr(x, "ndim", None) == 0:  # a numpy scalar
@@ -281,7 +284,8 @@ class Proxy:
     __hash__ = object.__hash__
 
 
-_VALUES = (int, float, bool, IntArg, FloatArg, IntLiteral, FloatLiteral, torch.Tensor, Proxy, torch.nn.Parameter)
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
+_VALUES = (*_SYMBOLS, int, float, bool, IntArg, FloatArg, IntLiteral, FloatLiteral, torch.Tensor, Proxy, torch.nn.Parameter)
 
 
 def _knows_better(x: Any, operator: str) -> bool:
@@ -492,7 +496,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def call_by_name(trace: Trace, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function of torch's or a method of tensors of that name makes of arguments of which one is a traced value."""
-    if name == "__getitem__":
+    if name in ("__getitem__", "getitem"):
         return _index(trace, args[0], args[1])
     if name.startswith("__r") and name[3:-2] in FUNCTIONS and name not in ("__rshift__",):
         return _from_user(trace, FUNCTIONS[name[3:-2]], (args[1], args[0]), kwargs)

@@ -40,7 +40,7 @@ class Recorder(torch.overrides.TorchFunctionMode):
             out = func(*args, **kwargs)
             if not isinstance(out, Tensor) or out.device.type != "meta":
                 return out
-        elif func.__name__ == "__getitem__":
+        elif func.__name__ in ("__getitem__", "getitem"):
             args = self.indexed(args[0], args[1])
             out = self.shape_of(args[0])[self.first(args[1])]
         else:
@@ -162,6 +162,11 @@ class Recorded:
         self.text, self.captures, self.numbers = text, captures, numbers
 
 
+def _recorded(recorder: Recorder, mod: Callable[..., Any], arguments: list[Tensor]) -> Any:
+    with recorder:
+        return mod(*arguments)
+
+
 def record(mod: Callable[..., Any], kind: str, score_dtype: torch.dtype = torch.float32) -> Recorded:
     """Runs a mod once and writes down what it computes.
 
@@ -176,7 +181,8 @@ def record(mod: Callable[..., Any], kind: str, score_dtype: torch.dtype = torch.
     dtypes = ([score_dtype] if kind == "score" else []) + [torch.int64] * 4
     arguments = [torch.empty((), dtype=d, device="meta") for d in dtypes]
     recorder.values.extend(arguments)
-    with recorder:
-        result = mod(*arguments)
+    # Inside a checkpoint, Dynamo takes a mode for a side effect; this one is gone again when the mod has run.
+    allowed = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+    result = allowed(_recorded, recorder, mod, arguments)
     returned = recorder.text(recorder.scalar(result))
     return Recorded("\n".join([*recorder.lines, f"return {returned}"]), recorder.captures, recorder.numbers)

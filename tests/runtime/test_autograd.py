@@ -275,10 +275,10 @@ def test_second_derivatives_follow_block_lists():
     mod = lambda b, h, i, j: (i + j) % 3 != 0
     mask = BlockMask.from_kv_blocks(one, rows, BLOCK_SIZE=2, mask_mod=mod, seq_lengths=(6, 6))
     assert torch.autograd.gradgradcheck(lambda *x: flex_attention(*x, block_mask=mask), (q, k, v))
-    masked = torch.autograd.functional.hvp(lambda q: flex_attention(q, k, v, block_mask=mask).square().sum(), q, q)[1]
+    masked = torch.autograd.functional.vhp(lambda q: flex_attention(q, k, v, block_mask=mask).square().sum(), q, q)[1]
     keep = mask.to_mask()
     dense = lambda q: torch.nan_to_num(torch.where(keep, q @ k.mT / 3**0.5, -math.inf).softmax(-1)) @ v
-    close(masked, torch.autograd.functional.hvp(lambda q: dense(q).square().sum(), q, q)[1])
+    close(masked, torch.autograd.functional.vhp(lambda q: dense(q).square().sum(), q, q)[1])
 
 
 def test_a_third_derivative_is_a_clear_error():
