@@ -50,14 +50,14 @@ def eager_only(fn: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def in_graphs_as(form: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def in_graphs_as(form: Callable[..., Any], *, also_watched: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Wraps a function so that torch.compile traces another in its place, and eager calls run it as it is.
 
     Where Dynamo cannot follow the other, the function is kept out of the graph, as by `eager_only`.
 
     Args:
-        form: takes the same arguments; Dynamo traces it into the graph around the call, and a call runs it under a mode that
-            watches torch's operators.
+        form: takes the same arguments; Dynamo traces it into the graph around the call.
+        also_watched: an eager call, too, runs it under a mode that watches torch's operators.
     Returns: a decorator.
     """
 
@@ -74,7 +74,7 @@ def in_graphs_as(form: Callable[..., Any]) -> Callable[[Callable[P, R]], Callabl
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if is_dynamo_compiling():
                 return traced(*args, **kwargs)
-            if _len_torch_dispatch_stack():  # a mode watches torch's operators
+            if also_watched and _len_torch_dispatch_stack():
                 watched: R = form(*args, **kwargs)
                 return watched
             return eager(*args, **kwargs)

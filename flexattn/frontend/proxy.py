@@ -48,7 +48,7 @@ class Trace:
         self.plain: dict[
             int, tuple[torch.Tensor, torch.Tensor]
         ] = {}  # of a subclass by its id, held so that it stays its own
-        self.numbers: list[int | float] = []
+        self.numbers: list[Any] = []  # ints and floats, or symbols of a graph that is being traced
         self.sources: dict[Expr, Source] = {}
 
     def capture(self, tensor: torch.Tensor) -> int:
@@ -285,7 +285,19 @@ class Proxy:
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
-_VALUES = (*_SYMBOLS, int, float, bool, IntArg, FloatArg, IntLiteral, FloatLiteral, torch.Tensor, Proxy, torch.nn.Parameter)
+_VALUES = (
+    *_SYMBOLS,
+    int,
+    float,
+    bool,
+    IntArg,
+    FloatArg,
+    IntLiteral,
+    FloatLiteral,
+    torch.Tensor,
+    Proxy,
+    torch.nn.Parameter,
+)
 
 
 def _knows_better(x: Any, operator: str) -> bool:

@@ -93,7 +93,7 @@ def _as_operator(*args: Any, **kwargs: Any) -> Result:
     return (out, lse) if return_lse else out
 
 
-@in_graphs_as(_as_operator)
+@in_graphs_as(_as_operator, also_watched=True)
 def flex_attention(
     query: Tensor,
     key: Tensor,

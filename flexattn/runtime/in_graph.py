@@ -18,9 +18,10 @@ from torch import Tensor
 
 from flexattn.errors import CallError, OptionError
 from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.graph_mask import GraphMask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.program_text import program_text
-from flexattn.frontend.record import is_static, record
+from flexattn.frontend.record import Recorded, is_static, record
 from flexattn.frontend.trace import trace
 from flexattn.runtime import operators  # noqa: F401  registers the operators
 
@@ -84,15 +85,22 @@ class Writer:
         """A block mask: in the process that made it its number, in a graph that goes elsewhere its function."""
         if mask is None:
             return "None"
+        if isinstance(mask, GraphMask):
+            return self.made_here(mask._recorded, mask._sizes, mask._options["device"])
         if not isinstance(mask, BlockMask):
             mask = _ours(mask)
         if not torch.compiler.is_exporting():
             return f"Made({self.number(mask._number)})"
         predicate = mask.as_predicate()._mask
-        sizes = [
-            f"({self.number(a)}, {self.number(b)})" for a, b in (predicate.sizes, predicate.lengths, predicate.block)
-        ]
+        sizes = [f"({self.number(a)}, {self.number(b)})" for a, b in (predicate.sizes, predicate.lengths)]
         return f"Mask({self.traced(predicate.traced)}, {', '.join(sizes)}, {str(predicate.device)!r})"
+
+    def made_here(self, found: Recorded, sizes: Any, device: Any) -> str:
+        """A mask that this graph has made."""
+        batch, heads, q_len, kv_len = [self.number(1 if x is None else x) for x in sizes]
+        mod = self.written("mask", found.text, found.captures, found.numbers)
+        place = self.query.device if device is None else torch.device(device)
+        return f"Mask({mod}, ({batch}, {heads}), ({q_len}, {kv_len}), {str(place)!r})"
 
 
 def in_graph(

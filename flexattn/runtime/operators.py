@@ -10,6 +10,8 @@ Two operators: `flexattn::attention` and `flexattn::attention_backward`, which i
 from __future__ import annotations
 
 import ast
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,16 +21,30 @@ from torch import Tensor
 
 from flexattn.errors import CallError, UnsupportedError
 from flexattn.frontend.block_mask import BlockMask
+from flexattn.frontend.create import create_block_mask
 from flexattn.frontend.evaluate import without_autocast
 from flexattn.frontend.mask_functions import noop_mask
 from flexattn.frontend.mask_operations import MASKS
-from flexattn.frontend.predicate_mask import PredicateMask, trace_mask
 from flexattn.frontend.program_text import replay
-from flexattn.frontend.torch_lists import ListStyle
 from flexattn.runtime import transforms
 from flexattn.runtime.autograd import as_it_runs, make_tile_maps, run_backward, run_forward
+from flexattn.runtime.device import is_capturing, stream_of
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order_of
 from flexattn.runtime.validate import validate
+
+
+class Mod(NamedTuple):
+    """A mod by its text, and what it names."""
+
+    kind: str
+    text: str
+    captures: tuple[Tensor, ...]
+    numbers: tuple[int | float, ...]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What the tracer reads."""
+        return replay(self.text, self.captures, self.numbers, self.kind)
 
 
 class Call(NamedTuple):
@@ -51,8 +67,8 @@ class Call(NamedTuple):
     lse: bool
     max_scores: bool
     needs_grad: bool
-    score: Any
-    mask: Any
+    score: Mod | None
+    mask: Mod | None
     block_mask: BlockMask | None
 
 
@@ -185,8 +201,8 @@ def _problem(
         made = _read(call, tensors, ints, floats)
         problem, plan = prepare(
             inputs,
-            made.score,
-            (made.block_mask, made.mask),
+            None if made.score is None else made.score.function,
+            (made.block_mask, None if made.mask is None else made.mask.function),
             scale=made.scale,
             enable_gqa=made.enable_gqa,
             aux=AuxRequest(made.lse or made.needs_grad, made.max_scores),
@@ -197,22 +213,27 @@ def _problem(
         return as_it_runs(problem, plan), plan
 
 
-def _mod(kind: str, text: str, captures: tuple[Tensor, ...], numbers: tuple[int | float, ...]) -> Callable[..., Any]:
-    return replay(text, captures, numbers, kind)
+_HERE: OrderedDict[tuple[Any, ...], BlockMask] = OrderedDict()
+_HERE_KEPT = 64
+_HERE_LOCK = threading.Lock()
 
 
-def _mask(
-    mod: Callable[..., Any] | None,
-    sizes: tuple[int, int],
-    lengths: tuple[int, int],
-    block: tuple[int, int],
-    device: str,
-) -> BlockMask:
-    """A mask made from its function."""
-    traced = None if mod is None else trace_mask(mod)
-    function = noop_mask if mod is None else mod
-    mask = PredicateMask(traced, function, sizes=sizes, lengths=lengths, block=block, device=torch.device(device))
-    return BlockMask._of(mask, ListStyle(), None)
+def _mask(mod: Mod | None, sizes: tuple[int, int], lengths: tuple[int, int], device: str) -> BlockMask:
+    """The mask of a function; one without captured tensors is a value, and is kept for the next call with its tables."""
+    place = torch.device(device)
+    make = lambda: create_block_mask(noop_mask if mod is None else mod.function, *sizes, *lengths, device=place)
+    if mod is not None and mod.captures or is_capturing(place):
+        return make()
+    key = (mod and mod.text, repr(mod and mod.numbers), sizes, lengths, device, stream_of(place))
+    with _HERE_LOCK:
+        mask = _HERE.pop(key, None)
+        if mask is None:
+            with torch.inference_mode(False):
+                mask = make()
+        _HERE[key] = mask  # the newest is last
+        if len(_HERE) > _HERE_KEPT:
+            _HERE.popitem(last=False)
+    return mask
 
 
 def _made(number: int) -> BlockMask:
@@ -255,7 +276,7 @@ def _read(call: str, tensors: Sequence[Tensor], ints: Sequence[int], floats: Seq
         found = arguments[name[0]][int(name[1:])]
         return found.item() if name[0] == "f" else found
 
-    made: Call = _value(_parsed(call), named, {"Call": Call, "Mod": _mod, "Mask": _mask, "Made": _made})
+    made: Call = _value(_parsed(call), named, {"Call": Call, "Mod": Mod, "Mask": _mask, "Made": _made})
     return made
 
 
