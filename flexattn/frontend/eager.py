@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.compiler import is_dynamo_compiling
 
@@ -45,8 +45,8 @@ def eager_only(fn: Callable[P, R]) -> Callable[P, R]:
                 raise unknown from None
             raise
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = "flexattn runs its own compiler"  # type: ignore[attr-defined]
+    call._torchdynamo_disable = True
+    call._torchdynamo_disable_msg = "flexattn runs its own compiler"
     return call
 
 
@@ -74,7 +74,7 @@ def in_graphs_as(form: Callable[..., Any], *, also_watched: bool = False) -> Cal
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             if is_dynamo_compiling():
                 return traced(*args, **kwargs)
-            if also_watched and _len_torch_dispatch_stack():
+            if also_watched and _len_torch_dispatch_stack() and not _are_functorch_transforms_active():
                 watched: R = form(*args, **kwargs)
                 return watched
             return eager(*args, **kwargs)
@@ -84,6 +84,12 @@ def in_graphs_as(form: Callable[..., Any], *, also_watched: bool = False) -> Cal
         return call
 
     return decorate
+
+
+def never_compiled(fn: Callable[P, R]) -> Callable[P, R]:
+    """Has Dynamo leave a function, and all that it calls, alone where it is called from code that Dynamo does not trace."""
+    set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return fn
 
 
 def _unknown(fn: Callable[..., object], given: Iterable[str]) -> CallError | None:

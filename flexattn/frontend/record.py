@@ -37,9 +37,9 @@ class Recorder(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if not self.has_value(args) and not self.has_value(list(kwargs.values())):
-            out = func(*args, **kwargs)
-            if not isinstance(out, Tensor) or out.device.type != "meta":
-                return out
+            if "device" not in kwargs or torch.device(kwargs["device"]).type != "meta":
+                return func(*args, **kwargs)
+            out = self.made(func.__name__, args, kwargs.get("dtype"))
         elif func.__name__ in ("__getitem__", "getitem"):
             args = self.indexed(args[0], args[1])
             out = self.shape_of(args[0])[self.first(args[1])]
@@ -51,6 +51,11 @@ class Recorder(torch.overrides.TorchFunctionMode):
         return out
 
     # ---------------------------------------------------------------- shapes
+    def made(self, name: str, args: Any, dtype: Any) -> Tensor:
+        """A scalar that the mod makes on the device of a traced value."""
+        value = args[0] if name in ("tensor", "as_tensor", "scalar_tensor") else args[1] if name == "full" else 0.0
+        return torch.full((), value, dtype=dtype, device="meta")
+
     def place(self, known: list[Any], x: Any) -> int:
         """Where an object is in a list; -1 if it is not."""
         for n, other in enumerate(known):

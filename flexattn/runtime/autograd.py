@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.frontend.eager import never_compiled
 from flexattn.frontend.evaluate import without_autocast
 from flexattn.runtime import settings, stats, strict, transforms
 from flexattn.runtime.options import must_be_deterministic
@@ -94,6 +95,7 @@ class FlexAttention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, out, lse, *watched)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs that need one, None for the others."""
         saved = ctx.saved_tensors

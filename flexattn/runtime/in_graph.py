@@ -128,6 +128,8 @@ def in_graph(
         raise OptionError(
             "Cannot specify both return_lse and return_aux", given="both", hint="return_aux=AuxRequest(lse=True) alone"
         )
+    if torch._C._are_functorch_transforms_active():
+        torch._dynamo.graph_break("flex_attention has no operator under torch.func: such a transform runs eagerly")
     query, key, value = [_autocast(x) for x in (query, key, value)]
     writer = Writer(query)
     score = writer.mod(score_mod, "score")
