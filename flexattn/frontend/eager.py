@@ -30,23 +30,9 @@ def eager_only(fn: Callable[P, R]) -> Callable[P, R]:
         fn: any function.
     Returns: a function of the same name, signature and results.
     """
-    disabled: list[Callable[P, R]] = []
-
-    @functools.wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            if "torch._dynamo" not in sys.modules:
-                return fn(*args, **kwargs)
-            if not disabled:
-                disabled.append(_disable(fn, call))
-            return disabled[0](*args, **kwargs)
-        except TypeError:
-            if kwargs and (unknown := _unknown(fn, kwargs)) is not None:
-                raise unknown from None
-            raise
-
-    call._torchdynamo_disable = True
-    call._torchdynamo_disable_msg = "flexattn runs its own compiler"
+    call = _wrapped(fn, None, also_watched=False)
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = "flexattn runs its own compiler"  # type: ignore[attr-defined]
     return call
 
 
@@ -60,30 +46,42 @@ def in_graphs_as(form: Callable[..., Any], *, also_watched: bool = False) -> Cal
         also_watched: an eager call, too, runs it under a mode that watches torch's operators.
     Returns: a decorator.
     """
+    return lambda fn: _wrapped(fn, form, also_watched=also_watched)
 
-    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        eager = eager_only(fn)
 
-        def traced(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not is_dynamo_compiling():  # the graph has broken here: Dynamo gave up, and the call comes as it was
-                return eager(*args, **kwargs)
-            result: R = form(*args, **kwargs)
-            return result
+def _wrapped(fn: Callable[P, R], form: Callable[..., Any] | None, *, also_watched: bool) -> Callable[P, R]:
+    disabled: list[Callable[P, R]] = []
 
-        @functools.wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if is_dynamo_compiling():
-                return traced(*args, **kwargs)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+        if (
+            form is None or not is_dynamo_compiling()
+        ):  # the graph has broken here: Dynamo gave up, and the call comes as it was
+            return call(*args, **kwargs)
+        result: R = form(*args, **kwargs)
+        return result
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_compiling():
+            return traced(*args, **kwargs)
+        try:
             if also_watched and _len_torch_dispatch_stack() and not _are_functorch_transforms_active():
+                assert form is not None
                 watched: R = form(*args, **kwargs)
                 return watched
-            return eager(*args, **kwargs)
+            if "torch._dynamo" not in sys.modules:
+                return fn(*args, **kwargs)
+            if not disabled:
+                disabled.append(_disable(fn, call))
+            return disabled[0](*args, **kwargs)
+        except TypeError:
+            if kwargs and (unknown := _unknown(fn, kwargs)) is not None:
+                raise unknown from None
+            raise
 
-        # Not as a frame of its own; inside another frame Dynamo still follows it.
-        set_code_exec_strategy(traced.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-        return call
-
-    return decorate
+    # Not as a frame of its own; inside another frame Dynamo still follows it.
+    set_code_exec_strategy(traced.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return call
 
 
 def never_compiled(fn: Callable[P, R]) -> Callable[P, R]:
@@ -111,8 +109,7 @@ def _unknown(fn: Callable[..., object], given: Iterable[str]) -> CallError | Non
 def _disable(fn: Callable[P, R], outer: Callable[P, R]) -> Callable[P, R]:
     import torch
 
-    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if skip_code is not None:  # saves guards, and recompiles, of the few lines of the wrapper
-        skip_code(outer.__code__)
+    if getattr(outer, "_torchdynamo_disable", False):  # saves guards, and recompiles, of the few lines of the wrapper
+        set_code_exec_strategy(outer.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     disabled: Callable[P, R] = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
     return disabled

@@ -172,6 +172,12 @@ def _recorded(recorder: Recorder, mod: Callable[..., Any], arguments: list[Tenso
         return mod(*arguments)
 
 
+def _defaults(mod: Callable[..., Any], given: int) -> tuple[Any, ...]:
+    """Defaults of further parameters, given as arguments: Dynamo of torch 2.11 has no guard for those that it fills in itself."""
+    code, values = getattr(mod, "__code__", None), getattr(mod, "__defaults__", None)
+    return values if code is not None and values and code.co_argcount == given + len(values) else ()
+
+
 def record(mod: Callable[..., Any], kind: str, score_dtype: torch.dtype = torch.float32) -> Recorded:
     """Runs a mod once and writes down what it computes.
 
@@ -188,6 +194,6 @@ def record(mod: Callable[..., Any], kind: str, score_dtype: torch.dtype = torch.
     recorder.values.extend(arguments)
     # Inside a checkpoint, Dynamo takes a mode for a side effect; this one is gone again when the mod has run.
     allowed = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
-    result = allowed(_recorded, recorder, mod, arguments)
+    result = allowed(_recorded, recorder, mod, [*arguments, *_defaults(mod, len(arguments))])
     returned = recorder.text(recorder.scalar(result))
     return Recorded("\n".join([*recorder.lines, f"return {returned}"]), recorder.captures, recorder.numbers)

@@ -22,6 +22,7 @@ from flexattn.frontend.graph_mask import GraphMask
 from flexattn.frontend.program import Traced
 from flexattn.frontend.program_text import program_text
 from flexattn.frontend.record import Recorded, is_static, record
+from flexattn.frontend.torch_lists import is_torchs
 from flexattn.frontend.trace import trace
 from flexattn.runtime import operators  # noqa: F401  registers the operators
 
@@ -88,12 +89,23 @@ class Writer:
         if isinstance(mask, GraphMask):
             return self.made_here(mask._recorded, mask._sizes, mask._options["device"])
         if not isinstance(mask, BlockMask):
-            mask = _ours(mask)
-        if not torch.compiler.is_exporting():
+            return self.torchs(mask)
+        if not torch.compiler._is_exporting_flag:  # is_exporting() is always true where Dynamo of torch 2.11 traces
             return f"Made({self.number(mask._number)})"
         predicate = mask.as_predicate()._mask
         sizes = [f"({self.number(a)}, {self.number(b)})" for a, b in (predicate.sizes, predicate.lengths)]
         return f"Mask({self.traced(predicate.traced)}, {', '.join(sizes)}, {str(predicate.device)!r})"
+
+    def torchs(self, mask: Any) -> str:
+        """A mask of torch's, by its lists."""
+        if not is_torchs(mask):
+            hint = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+            raise CallError("block_mask must be a BlockMask", given=type(mask).__name__, hint=hint)
+        q_len, kv_len, q_block, kv_block = [self.number(x) for x in (*mask.seq_lengths, *mask.BLOCK_SIZE)]
+        mod = "None" if mask.mask_mod.__name__ == "noop_mask" else self.mod(mask.mask_mod, "mask")
+        lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        named = ", ".join(["None" if x is None else self.tensor(x) for x in lists])
+        return f"Lists({mod}, ({q_len}, {kv_len}), ({q_block}, {kv_block}), {named})"
 
     def made_here(self, found: Recorded, sizes: Any, device: Any) -> str:
         """A mask that this graph has made."""
@@ -157,12 +169,3 @@ def _autocast(x: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))
-
-
-def _ours(mask: Any) -> BlockMask:
-    kind = type(mask)
-    if kind.__module__.startswith("torch."):
-        return BlockMask.from_torch(mask)
-    raise CallError(
-        "block_mask must be a BlockMask", given=kind.__name__, hint="create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
-    )

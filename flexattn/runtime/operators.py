@@ -236,6 +236,13 @@ def _mask(mod: Mod | None, sizes: tuple[int, int], lengths: tuple[int, int], dev
     return mask
 
 
+def _lists(mod: Mod | None, lengths: tuple[int, int], block: tuple[int, int], *lists: Tensor | None) -> BlockMask:
+    """A mask of lists of blocks."""
+    function = None if mod is None else mod.function
+    options: dict[str, Any] = {"BLOCK_SIZE": block, "mask_mod": function, "seq_lengths": lengths}
+    return BlockMask.from_kv_blocks(*lists, **options)  # type: ignore[arg-type]
+
+
 def _made(number: int) -> BlockMask:
     """The mask of this process that has a number."""
     if (mask := MASKS.get(number)) is None:
@@ -276,7 +283,7 @@ def _read(call: str, tensors: Sequence[Tensor], ints: Sequence[int], floats: Seq
         found = arguments[name[0]][int(name[1:])]
         return found.item() if name[0] == "f" else found
 
-    made: Call = _value(_parsed(call), named, {"Call": Call, "Mod": Mod, "Mask": _mask, "Made": _made})
+    made: Call = _value(_parsed(call), named, {"Call": Call, "Mod": Mod, "Mask": _mask, "Lists": _lists, "Made": _made})
     return made
 
 
@@ -284,7 +291,9 @@ def _read(call: str, tensors: Sequence[Tensor], ints: Sequence[int], floats: Seq
 def _wanted(call: str) -> Call:
     """What a call's text says that its arguments do not change; None for all else."""
     nothing = lambda *args: None
-    made: Call = _value(_parsed(call), nothing, {"Call": Call, "Mod": nothing, "Mask": nothing, "Made": nothing})
+    made: Call = _value(
+        _parsed(call), nothing, {"Call": Call, "Mod": nothing, "Mask": nothing, "Lists": nothing, "Made": nothing}
+    )
     return made
 
 

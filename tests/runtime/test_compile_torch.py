@@ -114,7 +114,7 @@ def test_one_graph_of_a_layer_with_a_bias_made_in_it(backend):
         lambda s, t, n: s * t[0] + 3,
         lambda s, t, n: 2 - s / n,
         lambda s, t, n: torch.where(s > 0.25, s, -float("inf")),
-        lambda s, t, n: torch.where(n < s, s, torch.tensor(-1.0, device=s.device)),
+        lambda s, t, n: torch.where(n < s, s, torch.full((), -1.0, device=s.device)),
         lambda s, t, n: s + t[1:3].sum() + t[..., -1],
         lambda s, t, n: s.clamp(min=-n).to(torch.float32) ** 2,
         lambda s, t, n: (t * 2)[2] - s.abs() + t.mean(),
@@ -192,12 +192,18 @@ def test_a_stale_mask_is_noticed_in_a_graph():
 
 
 def test_torchs_own_mask():
+    from torch.nn.attention.flex_attention import _create_empty_block_mask
     from torch.nn.attention.flex_attention import create_block_mask as torchs
 
-    q, k, v = qkv(40, 40)
-    mask = torchs(CAUSAL, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
-    expected = flex_attention(q, k, v, block_mask=mask)
-    assert torch.equal(torch.compile(flex_attention, backend="aot_eager")(q, k, v, block_mask=mask), expected)
+    call = lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask)
+    one, graphs = compiled(call)
+    for length in (40, 48, 32):
+        q, k, v = qkv(length, length)
+        for width in (3, 20):
+            band = lambda b, h, i, j, w=width: (i - j).abs() < w
+            agree(call, one, [q, k, v], q, k, v, torchs(band, None, None, length, length, device="cpu", BLOCK_SIZE=16))
+    agree(call, one, [q, k, v], q, k, v, _create_empty_block_mask(q, k))
+    assert graphs() <= 8, "a default of a function is a constant of its graph"
 
 
 def test_a_mask_made_in_the_graph():
