@@ -28,7 +28,7 @@ from flexattn.frontend.mask_operations import MASKS
 from flexattn.frontend.program_text import replay
 from flexattn.runtime import transforms
 from flexattn.runtime.autograd import as_it_runs, make_tile_maps, run_backward, run_forward
-from flexattn.runtime.device import is_capturing, stream_of
+from flexattn.runtime.device import is_capturing, stream_of, within_operator
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order_of
 from flexattn.runtime.validate import validate
 
@@ -86,8 +86,9 @@ def attention(
         call: the text; see runtime/in_graph.py, which writes it.
     Returns: out, lse and max_scores, empty where they are not asked for.
     """
-    problem, plan = _problem((query, key, value), tensors, ints, floats, call)
-    out, lse, peaks = run_forward(problem, plan)
+    with within_operator():
+        problem, plan = _problem((query, key, value), tensors, ints, floats, call)
+        out, lse, peaks = run_forward(problem, plan)
     return out, _dense(lse if problem.want_lse else None, query), _dense(peaks if problem.want_max else None, query)
 
 
@@ -113,7 +114,17 @@ def attention_backward(
         needs: of query, key, value and each of `tensors`, whether its gradient is wanted.
     Returns: the gradients that are, in that order, each laid out as `torch.empty_like` of its tensor.
     """
-    problem, plan = _problem((query, key, value), tensors, ints, floats, call)
+    with within_operator():
+        problem, plan = _problem((query, key, value), tensors, ints, floats, call)
+        found = _gradients(problem, plan, (d_out, d_lse, out, lse), tensors, needs)
+        return [_like(g, x) for g, x, need in zip(found, (query, key, value, *tensors), needs) if need]
+
+
+def _gradients(
+    problem: Problem, plan: Plan, saved: tuple[Any, Any, Tensor, Tensor], tensors: list[Tensor], needs: list[bool]
+) -> list[Tensor | None]:
+    """A gradient or None for query, key, value and each of the call's tensors."""
+    d_out, d_lse, out, lse = saved
     places = {id(x): n for n, x in enumerate(tensors)}
     slots = [places[id(x)] for x in problem.captures]
     wanted: Needs = (needs[0], needs[1], needs[2], tuple(needs[3 + n] for n in slots))
@@ -123,7 +134,7 @@ def attention_backward(
     grads: list[Tensor | None] = [*found[:3], *([None] * len(tensors))]
     for slot, grad in zip(slots, found[3:]):
         grads[3 + slot] = grad
-    return [_like(g, x) for g, x, n in zip(grads, (query, key, value, *tensors), needs) if n]
+    return grads
 
 
 @attention.register_fake

@@ -445,3 +445,23 @@ def test_a_mask_that_is_gone_is_an_error():
     call += "needs_grad=False, score=None, mask=None, block_mask=Made(i0))"
     with pytest.raises(UnsupportedError, match="BlockMask that is gone"):
         torch.ops.flexattn.attention(q, k, v, [], [1 << 60], [], call)
+
+
+# ---------------------------------------------------------------- CUDA graphs
+def test_what_an_operator_makes_while_a_graph_is_warmed_up_is_the_graphs(monkeypatch):
+    import sys
+    from types import SimpleNamespace
+
+    from flexattn.runtime import device as devices
+
+    manager = SimpleNamespace(in_warmup=True)
+    trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    gpu = torch.device("cuda", 0)
+    assert not devices._warms_up(gpu)
+    with devices.within_operator():
+        assert devices._warms_up(gpu)
+        manager.in_warmup = False
+        assert not devices._warms_up(gpu)
+    manager.in_warmup = True
+    assert not devices._warms_up(gpu)
