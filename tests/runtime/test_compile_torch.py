@@ -465,3 +465,55 @@ def test_what_an_operator_makes_while_a_graph_is_warmed_up_is_the_graphs(monkeyp
         assert not devices._warms_up(gpu)
     manager.in_warmup = True
     assert not devices._warms_up(gpu)
+
+
+# ---------------------------------------------------------------- data parallel
+DISTRIBUTED = """
+import os, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tests.runtime.test_compile_api import Model
+
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=0, world_size=1)
+dist._DEFAULT_FIRST_BUCKET_BYTES = 512  # so that the graph is cut into several
+model, x = torch.nn.Sequential(Model(), Model()), torch.randn(2, 40, 32)
+model(x).square().sum().backward()
+expected = [p.grad.clone() for p in model.parameters()]
+
+def check(run):
+    for p in model.parameters():
+        p.grad = None
+    run(x).square().sum().backward()
+    for p, right in zip(model.parameters(), expected):
+        torch.testing.assert_close(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad, right)
+
+check(torch.compile(torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005), backend="aot_eager"))
+mesh = init_device_mesh("cpu", (1,))
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+check(model)
+for layer in model:
+    layer.compile(backend="aot_eager")
+check(model)
+dist.destroy_process_group()
+print("all agree")
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without it")
+def test_data_parallel_models_train_as_the_plain_one(tmp_path):
+    import os
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {
+        "STORE": str(tmp_path / "store"),
+        "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", DISTRIBUTED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout.strip().endswith("all agree"), done.stderr[-2000:]
