@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,11 +41,35 @@ def target_for(device: torch.device) -> Target:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the device's current stream: what runs now is recorded, not done."""
+    """True while a CUDA graph is captured on the device's current stream: what runs now is recorded, not done. So too while torch's
+    compiler warms a graph up: memory that is allocated then is the graph's, and nothing in it may be kept."""
     if device.type != "cuda":
         return False
     with current(device):
-        return torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing() or _warms_up(device)
+
+
+_WITHIN = threading.local()
+
+
+@contextlib.contextmanager
+def within_operator() -> Iterator[None]:
+    """What runs inside is an operator of a graph, and not an eager call."""
+    before = getattr(_WITHIN, "operator", False)
+    _WITHIN.operator = True
+    try:
+        yield
+    finally:
+        _WITHIN.operator = before
+
+
+def _warms_up(device: torch.device) -> bool:
+    """Whether an operator runs in the memory of a CUDA graph that torch's compiler is about to capture."""
+    if not getattr(_WITHIN, "operator", False):
+        return False
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = None if trees is None else trees.get_manager(device.index or 0, create_if_none_exists=False)
+    return manager is not None and bool(manager.in_warmup)
 
 
 def stream_of(device: torch.device) -> int:
@@ -56,7 +83,7 @@ class Queue(NamedTuple):
     Attributes:
         device: whose.
         stream: the stream's address, 0 on a CPU.
-        is_capturing: what runs now is recorded in a CUDA graph, not done.
+        is_capturing: what runs now is recorded in a CUDA graph, not done, or is warmed up for one.
     """
 
     device: torch.device
@@ -72,7 +99,7 @@ def queue_of(device: torch.device) -> Queue:
     """The current stream of a device that is the current one."""
     if device.type != "cuda":
         return Queue(device, 0, False)
-    return Queue(device, stream_of(device), torch.cuda.is_current_stream_capturing())
+    return Queue(device, stream_of(device), torch.cuda.is_current_stream_capturing() or _warms_up(device))
 
 
 @functools.lru_cache(maxsize=256)

@@ -356,6 +356,11 @@ def stride_order(x: Tensor) -> tuple[int, ...]:
     return _stride_order(x.shape, x.stride())
 
 
+def stride_order_of(x: Tensor) -> tuple[int, ...]:
+    """`stride_order` of a tensor whose sizes are symbols."""
+    return _stride_order.__wrapped__(x.shape, x.stride())
+
+
 @functools.lru_cache(maxsize=4096)
 def _stride_order(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
     natural = [0] * len(shape)
