@@ -163,7 +163,14 @@ def flex_attention(
 
 def deliver(problem: Problem, plan: Plan, aux: AuxRequest, *, return_lse: bool, return_aux: Any) -> Result:
     """Runs a call that is prepared, and returns what was asked for."""
-    out, lse, max_scores = attend(problem, plan)
+    return asked_for(attend(problem, plan), aux, return_lse=return_lse, return_aux=return_aux)
+
+
+def asked_for(
+    results: tuple[Tensor, Tensor, Tensor | None], aux: AuxRequest, *, return_lse: bool, return_aux: Any
+) -> Result:
+    """Of out, lse and max_scores what was asked for, in the form in which it was asked for."""
+    out, lse, max_scores = results
     if return_aux is not None:
         return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
     return (out, lse) if return_lse else out
