@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flexattn.runtime.paged_attention import paged_attention
     from flexattn.runtime.paged_cache import PagedKVCache
     from flexattn.runtime.pages import PagedKV
+    from flexattn.runtime.prepared import PreparedAttention, prepare_attention
     from flexattn.runtime.torch_paged import PagedAttention
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "PagedAttention",
     "PagedKV",
     "PagedKVCache",
+    "PreparedAttention",
     "__version__",
     "and_masks",
     "check",
@@ -55,6 +57,7 @@ __all__ = [
     "or_masks",
     "ordering",
     "paged_attention",
+    "prepare_attention",
     "reset_stats",
     "stack_masks",
     "stats",
@@ -68,12 +71,14 @@ _LATER = {
     "PagedAttention": "flexattn.runtime.torch_paged",
     "PagedKV": "flexattn.runtime.pages",
     "PagedKVCache": "flexattn.runtime.paged_cache",
+    "PreparedAttention": "flexattn.runtime.prepared",
     "check": "flexattn.frontend.check",
     "explain": "flexattn.runtime.explain",
     "merge_states": "flexattn.runtime.merge",
     "mods": None,
     "ordering": None,
     "paged_attention": "flexattn.runtime.paged_attention",
+    "prepare_attention": "flexattn.runtime.prepared",
     "stack_masks": "flexattn.frontend.stack",
 }
 

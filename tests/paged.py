@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,17 @@ def assert_nothing_without_keys(paged: Paged, out: Tensor, lse: Tensor | None = 
     for b, length in enumerate(paged.lengths):
         if length == 0:
             assert (out[b] == 0).all() and (lse is None or torch.isneginf(lse[b]).all())
+
+
+def narrowed(paged: Paged, dtype: torch.dtype, **scales: Tensor) -> Paged:
+    """The same pages in 8 bits, and the float32 numbers that they hold then; `scales` are k_scale and v_scale of a PagedKV."""
+    given = paged.pages
+    pools = [x.to(dtype) for x in (given.k_pages, given.v_pages)]
+    if given.k_pages.data_ptr() == given.v_pages.data_ptr():
+        pools[1] = pools[0][..., : pools[1].shape[3]]
+    factors = [scales[n][:, None, None] if n in scales else 1.0 for n in ("k_scale", "v_scale")]
+    held = [x.to(dtype).float() * factor for x, factor in zip((paged.k, paged.v), factors)]
+    return Paged(replace(given, k_pages=pools[0], v_pages=pools[1], **scales), *held, paged.lengths)
 
 
 def assert_right(paged: Paged, q: Tensor, results: tuple[Tensor, Tensor], mask: Any = None, score: Any = None) -> None:

@@ -18,11 +18,12 @@ TOOLS = ["mods", "ordering"]  # files at the top that users import beside the pa
 # Order inside frontend is import order, as the design lists it.
 FRONTEND = [
     "eager", "arguments", "source", "ops", "expr", "bytecode", "numbers", "program", "contents", "mod_errors",
-    "proxy", "torch_functions", "simplify", "trace", "evaluate", "interval", "box_bounds", "symbolic", "gradient",
+    "proxy", "torch_functions", "simplify", "trace", "program_text", "record", "evaluate",
+    "interval", "box_bounds", "symbolic", "gradient",
     "spans", "closed_form", "clusters", "refine", "tile_search", "slices", "algebra", "periodic", "tile_map",
     "group_forms", "statistics", "row_tape", "row", "mask_functions", "predicate_mask", "block_lists", "list_mask",
     "display", "figures", "mask_window", "torch_lists", "mask_views", "mask_operations", "mask_pytree", "saved",
-    "block_mask", "stack", "create", "check",
+    "block_mask", "graph_mask", "stack", "create", "check",
 ]  # fmt: skip
 HEAVY = ["triton", "sympy", "matplotlib", "torch._dynamo", "torch._inductor", "numpy.testing", "IPython"]
 

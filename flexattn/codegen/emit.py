@@ -40,6 +40,7 @@ _SKELETONS = {
 }
 _GRID = {"q_heads": "i32", "q_len": "i32", "pairs": "i32", "lines": "i32"}
 _LIMITS = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # the greatest numbers of types of 8 bits
+_SCALES = ("K_SCALE", "V_SCALE")  # factors of keys and values
 _BUILDERS = ("ranges", "block_map", "fill", "order")  # of the mask builder; they know nothing of q, k and v
 MOST_TABLES, TABLE_INTS = 3, 5  # as skeletons/block_map.py has them
 _LENGTHS = {"rows": "i32", "heads": "i32", "q_len": "i32", "kv_len": "i32"}
@@ -166,7 +167,7 @@ class _Arguments:
         self.types[name] = f"tensordesc<{layout.dtype}{shape}>" if shape else f"*{layout.dtype}"
         self.types[strides] = (step if self.spec.page_size else "i64", "i64", step, step)
         if layout.is_aligned:
-            divisor = 16 // (4 if layout.dtype == "fp32" else 2)
+            divisor = 16 // (4 if layout.dtype == "fp32" else 1 if layout.dtype in _LIMITS else 2)
             self.aligned += [(name, None, 16)] if block is None else []
             self.aligned += [(strides, axis, divisor) for axis in range(3)]
 
@@ -284,12 +285,11 @@ def _decode_signature(spec: KernelSpec) -> tuple[Signature, list[tuple[str, int 
     arguments = _Arguments(spec)
     _inputs(arguments)
     arguments.result("OUT", spec.v_dim, "out_strides")
-    arguments.plain(
-        LSE="*fp32", MAX="*fp32", PARTS="*fp32", COUNTS="*i32", scale="fp32", **_SPLIT, kv_len="i32", is_counted="i32"
-    )
+    arguments.plain(LSE="*fp32", MAX="*fp32", PARTS="*fp32", scale="fp32", **_SPLIT, kv_len="i32")
     arguments.aligned.append(("PARTS", None, 16))
     if spec.page_size:
         arguments.plain(PAGES="*i32", PAGE_STARTS="*i32")
+    arguments.plain(**{name: "*fp32" for name, count in zip(_SCALES, spec.scales) if count})
     arguments.captures()
     return arguments.types, arguments.aligned
 
@@ -476,6 +476,8 @@ def _decode_constexprs(spec: KernelSpec) -> dict[str, Any]:
         "ZONES": None, "BY_FORMULA": by_formula, "KEPT": kept, "DROPPED": dropped, "BY_HEAD": by_head, "ASKED": asked,
         "ASKED_ALONE": alone, "OF_HEADS": of_heads, "IS_CHAINED": spec.is_chained, "PAGE_SIZE": spec.page_size,
         **({} if spec.page_size else {"PAGES": None, "PAGE_STARTS": None}),
+        **{f"{name}S": count for name, count in zip(_SCALES, spec.scales)},
+        **{name: None for name, count in zip(_SCALES, spec.scales) if not count},
     }  # fmt: skip
 
 

@@ -53,6 +53,7 @@ class TileProblem:
     precision: str = "ieee"  # of float32 products
     is_paged: bool = False  # keys and values are found by page numbers that are loaded first
     qk_rest: int = 0  # of the decode kernel: dims of q and k behind the first qk_pad, as a tile of their own holds them
+    kv_bytes: int = 0  # of the decode kernel's keys and values in memory, 0: element_bytes
     v_in_k: bool = False  # of the decode kernel: values are the first part of keys, and not loaded
 
     @property
@@ -306,7 +307,8 @@ def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
     m, n, reads = config.BLOCK_M, config.BLOCK_N, problem.reads
     stages = 1 + (config.num_stages - 1) // (2 if problem.is_paged else 1)  # the compiler shares them out
     qk_width, v_width = problem.qk_pad + problem.qk_rest, 0 if problem.v_in_k else problem.v_pad
-    first, second = (n * width * problem.element_bytes for width in (qk_width, v_width))
+    first, second = (n * width * (problem.kv_bytes or problem.element_bytes) for width in (qk_width, v_width))
+    is_narrow = 0 < problem.kv_bytes < problem.element_bytes
     queries = m * qk_width * problem.element_bytes
     scores = m * n * problem.element_bytes if problem.is_single or m < problem.v_pad else 0
     captured = max(stages - 1, 1) * (m * n * reads.element + 2 * n * reads.key)
@@ -316,11 +318,16 @@ def _decode_bytes(config: TileConfig, problem: TileProblem) -> int:
     if problem.mask == "reading" and reads.element + reads.key:  # what is kept, known before keys are read
         captured += 4 * m * n
     if m >= 64 and problem.target.family != "mma" and not problem.is_single:
-        streamed = stages * (first + second)
+        streamed = (stages - is_narrow) * (first + second)
+        if is_narrow:  # as products read them, one after the other; of tcgen05 bounded, not followed
+            widths = qk_width, problem.v_pad
+            streamed += n * (max(widths) if problem.target.family == "wgmma" else sum(widths)) * problem.element_bytes
         again = _correction_scratch(config, problem) + 2 * _ROUNDING if problem.target.family == "tcgen05" else 0
         return queries + streamed + again + captured + _ROUNDING
     turned = n * problem.v_pad * problem.element_bytes if problem.is_single and stages > 1 else 0
     ahead = (stages - 1) * (first + second) + turned
+    if is_narrow and stages == 1:  # bounded, not followed
+        first = n * max(problem.qk_pad, problem.v_pad) * problem.element_bytes
     again = (
         n * problem.qk_pad * problem.element_bytes if problem.v_in_k and stages == 1 else 0
     )  # as the other product's operand

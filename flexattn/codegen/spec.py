@@ -35,6 +35,8 @@ _NAMES = {
     torch.uint16: "u16", torch.uint32: "u32",
 }  # fmt: skip
 
+NARROW = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}  # of pages alone
+
 
 def type_name(dtype: torch.dtype) -> str:
     """Triton's name of a captured tensor's storage type; truth values are read as bytes."""
@@ -52,7 +54,7 @@ class TensorLayout(NamedTuple):
     """Facts about one of q, k, v, d_out that a kernel is compiled for.
 
     Args:
-        dtype: 'bf16', 'fp16' or 'fp32'.
+        dtype: 'bf16', 'fp16' or 'fp32'; of keys and values in pages 'fp8e4nv' and 'fp8e5' too.
         is_aligned: The pointer and all strides but the last, which is 1, are multiples of 16 bytes.
         is_wide: Offsets inside one tile may pass 2^31 elements, of paged keys those of pages too.
         is_expanded: A dimension has stride 0, which a tensor descriptor cannot say.
@@ -102,6 +104,7 @@ class KernelSpec:
     fold_scale: bool = True  # scale * log2(e) in one factor: no score_mod, scale > 0, half types
     precision: str = "ieee"  # of float32 dots: 'ieee' or 'tf32'
     page_size: int = 0  # of keys and values in pages, 0 where they are not
+    scales: tuple[int, int] = (0, 0)  # of keys and of values in pages: none, one of all heads, one of each head (2)
     v_in_k: bool = False  # of the decode kernel: values are the first dims of keys, in the same memory, and not loaded
     wide_lengths: bool = False  # a length, batch or head count of SMALL_INDEX or more
     want_max: bool = False
@@ -180,7 +183,7 @@ class KernelSpec:
 def tensor_layout(tensor: torch.Tensor, *, tile_rows: int = 128, is_paged: bool = False) -> TensorLayout:
     """Layout facts of a [batch, heads, length, dim] tensor, or of its contiguous copy where the last stride is not 1. A tile of paged
     keys, [pages, heads, length, dim], lies in any pages."""
-    if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, *(NARROW if is_paged else ())):
         hint = "convert query, key and value, or kernel_options={'BACKEND': 'TORCH'}"
         raise UnsupportedError("kernels take bfloat16, float16 and float32", given=tensor.dtype, hint=hint)
     rows = max(tile_rows, 256)
@@ -196,7 +199,7 @@ def _tensor_layout(
     aligned = offset == 0 and all(s % (16 // dtype.itemsize) == 0 for s in strides[:3])
     reach = tile_rows * strides[2] + 2 * shape[3] * strides[3] + (shape[0] * strides[0] if is_paged else 0)
     expanded = any(s <= 0 and n > 1 for s, n in zip(strides, shape))
-    return TensorLayout(_NAMES[dtype], aligned, reach > LIMIT_32, expanded)
+    return TensorLayout((_NAMES | NARROW)[dtype], aligned, reach > LIMIT_32, expanded)
 
 
 def fresh_layout(dtype: torch.dtype, dim: int) -> TensorLayout:

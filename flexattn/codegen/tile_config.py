@@ -93,6 +93,7 @@ def dividing(kernel: str, block: tuple[int, int], **sizes: Any) -> tuple[TileCon
 def tile_problem(
     kernel: str, target: Target, *, element_bytes: int, qk_dim: int, v_dim: int, q_len: int,
     programs: Sequence[Program | None] = (), precision: str = "ieee", is_paged: bool = False, v_in_k: bool = False,
+    kv_bytes: int = 0,
 ) -> TileProblem:  # fmt: skip
     """The facts of a call that tiles rest on; arguments as of `candidates`."""
     given = [p for p in programs if p is not None]
@@ -109,7 +110,7 @@ def tile_problem(
         ),
         precision=precision, mask=max((mask_kind(p) for p in given if p.kind == "mask"), default="plain"),
         is_kept=any(p.kind == "mask" and gathers_of(p) > 0 for p in given), is_paged=is_paged,
-        qk_rest=qk_rest, v_in_k=v_in_k,
+        qk_rest=qk_rest, v_in_k=v_in_k, kv_bytes=kv_bytes,
     )  # fmt: skip
 
 

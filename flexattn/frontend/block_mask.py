@@ -310,5 +310,10 @@ class BlockMask(MaskOperations, MaskViews):
         """Everything but what can be made again."""
         return self.__dict__ | {"_expanded": {}} | ({} if self.is_list else {"_lists": {}})
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or what a file held, has a number of its own."""
+        self.__dict__ |= state
+        self._numbered()
+
 
 register(BlockMask)

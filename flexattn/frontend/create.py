@@ -5,22 +5,36 @@ Reads a mask function and sizes. The one idea: creating a mask traces its functi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flexattn.errors import DeviceError, MaskTypeError, OptionError
 from flexattn.frontend.arguments import device_of, mask_function
 from flexattn.frontend.block_mask import BlockMask
-from flexattn.frontend.eager import eager_only
+from flexattn.frontend.eager import eager_only, in_graphs_as
+from flexattn.frontend.graph_mask import GraphMask
 from flexattn.frontend.mask_functions import MaskMod
 from flexattn.frontend.predicate_mask import PredicateMask, dense, trace_mask
 from flexattn.frontend.program import Traced
+from flexattn.frontend.record import record
 from flexattn.frontend.source import function_name
 from flexattn.frontend.torch_lists import DEFAULT_BLOCK_SIZE, ListStyle, block_pair, whole
 from flexattn.frontend.trace import mod_kind, trace
 
 
-@eager_only
+def _in_graph(
+    mask_mod: MaskMod, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None, BLOCK_SIZE: Any = DEFAULT_BLOCK_SIZE,
+    _compile: bool = False, separate_full_blocks: bool = True, compute_dq_write_order: bool = False, dq_kv_order: bool = True,
+) -> BlockMask:  # fmt: skip
+    """create_block_mask where Dynamo traces it."""
+    options = {"device": device, "BLOCK_SIZE": BLOCK_SIZE, "separate_full_blocks": separate_full_blocks}
+    options |= {"compute_dq_write_order": compute_dq_write_order, "dq_kv_order": dq_kv_order}
+    return GraphMask(record(mask_mod, "mask"), (B, H, Q_LEN, KV_LEN), options, create_block_mask)
+
+
+@in_graphs_as(_in_graph)
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,

@@ -6,6 +6,8 @@ nothing here looks at a pair or calls the user's function.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +25,8 @@ from flexattn.frontend.torch_lists import KV_LISTS, LIST_NAMES, ListStyle, Torch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_NUMBERS = itertools.count()
+MASKS: weakref.WeakValueDictionary[int, MaskOperations] = weakref.WeakValueDictionary()  # every mask by its number
 MOST_EXPANDED = 64  # sizes and devices for which a mask keeps what it made
 
 
@@ -34,10 +38,16 @@ class MaskOperations(TorchLists):
 
     def _start(self, mask: PredicateMask | ListMask, style: ListStyle, dq_kv_order_spt: bool | None) -> None:
         self._mask, self._style = mask, style
+        self._numbered()
         self._lists: dict[str, Tensor | None] = {}
         self._narrow: dict[str, Tensor | None] = {}
         self._expanded: dict[object, tuple[Self, PredicateMask | ListMask]] = {}  # and what it was made of
         self.dq_kv_order, self.dq_kv_order_spt = None, dq_kv_order_spt
+
+    def _numbered(self) -> None:
+        """Gives the mask the number by which graphs of torch.compile know it."""
+        self._number = next(_NUMBERS)
+        MASKS[self._number] = self
 
     @classmethod
     def _of(cls, mask: PredicateMask | ListMask, style: ListStyle, dq_kv_order_spt: bool | None) -> Self:

@@ -98,6 +98,11 @@ class Tagger:
 
     def runnable(self, fn: Any) -> Any:
         """What to call in place of a mod."""
+        if (
+            torch._C._len_torch_dispatch_stack()
+        ):  # numbers may be symbols of a graph, which do not compute with tagged ones
+            self.draws = True
+            return fn
         try:
             return self._entry(fn)
         except _AsItIs:

@@ -48,7 +48,7 @@ class Trace:
         self.plain: dict[
             int, tuple[torch.Tensor, torch.Tensor]
         ] = {}  # of a subclass by its id, held so that it stays its own
-        self.numbers: list[int | float] = []
+        self.numbers: list[Any] = []  # ints and floats, or symbols of a graph that is being traced
         self.sources: dict[Expr, Source] = {}
 
     def capture(self, tensor: torch.Tensor) -> int:
@@ -107,6 +107,9 @@ class Trace:
             return NumberRef(x.slot, "int" if isinstance(x, IntArg) else "float")
         if isinstance(x, (bool, int, float)):
             return x
+        if isinstance(x, _SYMBOLS):  # a size of a graph that is being traced
+            self.numbers.append(x)
+            return NumberRef(len(self.numbers) - 1, "int" if isinstance(x, torch.SymInt) else "float")
         if isinstance(x, torch.Tensor):
             return self.scalar(self.readable(x))
         if hasattr(x, "item") and getattr(x, "ndim", None) == 0:  # a numpy scalar
@@ -281,7 +284,20 @@ class Proxy:
     __hash__ = object.__hash__
 
 
-_VALUES = (int, float, bool, IntArg, FloatArg, IntLiteral, FloatLiteral, torch.Tensor, Proxy, torch.nn.Parameter)
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
+_VALUES = (
+    *_SYMBOLS,
+    int,
+    float,
+    bool,
+    IntArg,
+    FloatArg,
+    IntLiteral,
+    FloatLiteral,
+    torch.Tensor,
+    Proxy,
+    torch.nn.Parameter,
+)
 
 
 def _knows_better(x: Any, operator: str) -> bool:
@@ -487,7 +503,12 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name == "__get__":  # a property of a captured tensor never comes here; one of a proxy does
         raise unsupported(str(getattr(getattr(func, "__self__", None), "__name__", name)), FUNCTIONS)
     trace = next(x.trace for x in _flat(args, kwargs) if type(x) in (Proxy, Row))
-    if name == "__getitem__":
+    return call_by_name(trace, name, args, kwargs)
+
+
+def call_by_name(trace: Trace, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch's or a method of tensors of that name makes of arguments of which one is a traced value."""
+    if name in ("__getitem__", "getitem"):
         return _index(trace, args[0], args[1])
     if name.startswith("__r") and name[3:-2] in FUNCTIONS and name not in ("__rshift__",):
         return _from_user(trace, FUNCTIONS[name[3:-2]], (args[1], args[0]), kwargs)

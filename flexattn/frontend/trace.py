@@ -178,14 +178,21 @@ def _pack(fn: Callable[..., Any], kind: str, body: Expr, state: Trace) -> Traced
     """Keep only the captures and numbers that the simplified body reads, in order of first use."""
     body, captures, numbers, moved = _numbered(body)
     tensors = tuple(state.captures[s] for s in captures)
-    plain = tuple(int(v) if isinstance(v, int) else float(v) for v in (state.numbers[s] for s in numbers))
+    plain = tuple(map(_plain, (state.numbers[s] for s in numbers)))
     info = tuple(CaptureInfo(t.dtype, t.ndim) for t in tensors)
     sources = {moved[n]: s for n, s in state.sources.items() if n in moved}
-    kinds = tuple("int" if isinstance(v, int) else "float" for v in plain)
+    kinds = tuple("int" if isinstance(v, (int, torch.SymInt)) else "float" for v in plain)
     name, where = function_name(fn), function_source(fn)
     names = capture_names(fn, tensors) if tensors else ()
     program = Program(kind, body, info, kinds, sources=sources, name=name, where=where, capture_names=names)
     return Traced(program, Binding(tensors, plain))
+
+
+def _plain(x: Any) -> Any:
+    """A number without its provenance; a symbol of a graph as it is."""
+    if isinstance(x, (torch.SymInt, torch.SymFloat)):
+        return x
+    return int(x) if isinstance(x, int) else float(x)
 
 
 @lru_cache(maxsize=4096)

@@ -18,13 +18,14 @@ from torch import Tensor
 from flexattn.errors import CallError, MaskTypeError, OptionError
 from flexattn.frontend.block_mask import BlockMask
 from flexattn.frontend.create import create_block_mask
-from flexattn.frontend.eager import eager_only
+from flexattn.frontend.eager import in_graphs_as
 from flexattn.frontend.mask_functions import and_masks
 from flexattn.frontend.program import Traced
 from flexattn.frontend.trace import mod_kind, trace
 from flexattn.runtime import settings, stats
 from flexattn.runtime.autograd import attend
 from flexattn.runtime.device import is_capturing, stream_of
+from flexattn.runtime.in_graph import in_graph
 from flexattn.runtime.options import parse_options
 from flexattn.runtime.pages import PagedKV
 from flexattn.runtime.plan import Plan, Problem, make_plan
@@ -81,7 +82,18 @@ class AuxOutput(NamedTuple):
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
 
-@eager_only
+def _as_operator(*args: Any, **kwargs: Any) -> Result:
+    """flex_attention by its operator, where its operators are watched."""
+    return_lse, return_aux = (kwargs.get(n) for n in ("return_lse", "return_aux"))
+    if len(args) > 7:
+        return_lse = args[7]
+    out, lse, peaks = in_graph(*args, **kwargs)
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None, peaks if return_aux.max_scores else None)
+    return (out, lse) if return_lse else out
+
+
+@in_graphs_as(_as_operator, also_watched=True)
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -151,7 +163,14 @@ def flex_attention(
 
 def deliver(problem: Problem, plan: Plan, aux: AuxRequest, *, return_lse: bool, return_aux: Any) -> Result:
     """Runs a call that is prepared, and returns what was asked for."""
-    out, lse, max_scores = attend(problem, plan)
+    return asked_for(attend(problem, plan), aux, return_lse=return_lse, return_aux=return_aux)
+
+
+def asked_for(
+    results: tuple[Tensor, Tensor, Tensor | None], aux: AuxRequest, *, return_lse: bool, return_aux: Any
+) -> Result:
+    """Of out, lse and max_scores what was asked for, in the form in which it was asked for."""
+    out, lse, max_scores = results
     if return_aux is not None:
         return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
     return (out, lse) if return_lse else out
@@ -167,6 +186,7 @@ def prepare(
     aux: AuxRequest = AuxRequest(),
     options: Mapping[str, Any] | None = None,
     placed: tuple[Any, Any] = (None, None),
+    needs_grad: bool | None = None,
 ) -> tuple[Problem, Plan]:
     """The first three hops: validate, trace, make_plan; what explain() shows and flex_attention runs.
 
@@ -177,6 +197,7 @@ def prepare(
         scale, enable_gqa, options: as in flex_attention.
         aux: the extra outputs wanted.
         placed: q_offset and kv_lengths.
+        needs_grad: whether a gradient will be asked for; None where the tensors say so.
     Returns: the call's Problem and its cached Plan.
     """
     pages = tensors[1] if isinstance(tensors[1], PagedKV) else None
@@ -191,7 +212,8 @@ def prepare(
     score = _trace_score(score_mod, query, where)
     mask = _resolve_mask(masks, query, kv_len) if where is None else _placed_mask(masks, query, kv_len, where)
     captures = score.binding.captures if score is not None else ()
-    may_need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *captures))
     problem = Problem(
         q=query,
         k=key,
@@ -200,10 +222,10 @@ def prepare(
         score=score,
         mask=_on_device(None if mask is None else mask.traced, query.device, "mask_mod"),
         block_mask=mask,
-        want_lse=aux.lse or may_need_grad,
+        want_lse=aux.lse or needs_grad,
         want_max=aux.max_scores,
         options=parsed,
-        needs_grad=may_need_grad,
+        needs_grad=needs_grad,
         pages=pages,
         lengths=None if where is None else where.lengths,
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.frontend.eager import never_compiled
 from flexattn.frontend.evaluate import without_autocast
 from flexattn.runtime import settings, stats, strict, transforms
 from flexattn.runtime.options import must_be_deterministic
@@ -45,18 +46,24 @@ def attend(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]
     if problem.options.deterministic and not settings.is_deterministic():
         with settings.deterministic():
             return attend(problem, plan)
-    if problem.lengths is not None and not _reads_as_it_is(problem, plan):
-        problem = problem.dense()
+    transforms.check_transforms((problem.q, problem.k, problem.v, *problem.captures))
+    problem = as_it_runs(problem, plan)
     inputs = (problem.q, problem.k, problem.v, *problem.captures)
-    transforms.check_transforms(inputs)
-    if settings.debug() and plan.backend == "triton" and not is_empty(problem):
-        from flexattn.runtime.debug import check_reads
-
-        check_reads(problem)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         out, lse, max_scores = FlexAttention.apply(problem, plan, *inputs)
         return out, lse, max_scores
     return run_forward(problem, plan)
+
+
+def as_it_runs(problem: Problem, plan: Plan) -> Problem:
+    """The problem with dense keys where its kernels read no others; in debug mode its reads are checked."""
+    if problem.lengths is not None and not _reads_as_it_is(problem, plan):
+        problem = problem.dense()
+    if settings.debug() and plan.backend == "triton" and not is_empty(problem):
+        from flexattn.runtime.debug import check_reads
+
+        check_reads(problem)
+    return problem
 
 
 class FlexAttention(torch.autograd.Function):
@@ -88,6 +95,7 @@ class FlexAttention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, out, lse, *watched)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the inputs that need one, None for the others."""
         saved = ctx.saved_tensors
@@ -104,7 +112,7 @@ class FlexAttention(torch.autograd.Function):
             d_out = torch.zeros_like(out) if d_out is None else d_out
             grads = run_backward(problem, ctx.plan, (out, lse), (d_out, d_lse), needs)
         if torch.is_grad_enabled():  # create_graph=True
-            grads = transforms.forbid_second_derivative(grads, sources)
+            grads = _with_derivatives(ctx.problem.bind(*saved[:3], saved[3 : ctx.inputs]), ctx.plan, grads, sources)
         return (None, None, *grads)
 
     @staticmethod
@@ -119,6 +127,20 @@ class FlexAttention(torch.autograd.Function):
 
 
 FlexAttention.forward.__signature__ = inspect.signature(FlexAttention.forward)  # type: ignore[attr-defined]  # or torch asks each call
+
+
+def _with_derivatives(
+    problem: Problem, plan: Plan, grads: tuple[Tensor | None, ...], sources: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that can be differentiated once more, if torch operations made them, or that raise when somebody tries."""
+    transformed = torch._C._are_functorch_transforms_active()
+    if plan.backend != "torch" or transformed:
+        times = "twice by torch.func" if transformed else "twice in its kernels"
+        return transforms.forbid_further_derivatives(grads, sources, times=times)
+    from flexattn.runtime.second_order import differentiable
+
+    d_out, d_lse = sources[-2:]
+    return differentiable(problem, grads, (d_out, d_lse))
 
 
 def _reads_as_it_is(problem: Problem, plan: Plan) -> bool:

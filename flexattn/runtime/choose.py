@@ -116,6 +116,8 @@ def why_gathered(problem: Problem, plan: Plan, target: Target) -> str | None:
         target: A device.
     """
     obstacle = why_dense(problem)
+    if obstacle is None and problem.k.dtype.itemsize == 1:
+        obstacle = "pages hold numbers of 8 bits"
     if obstacle is None and problem.options.warp_specialized is False:
         obstacle = "given by kernel_options"
     if obstacle is not None:
@@ -328,7 +330,7 @@ def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None
         "mask": plan.mask,
         "captures": tuple(capture_layout(c) for c in captures),
         "wide_numbers": tuple(wide_number(n) for n in numbers),
-        "fold_scale": plan.score is None and problem.scale > 0 and q.dtype != torch.float32,
+        "fold_scale": plan.score is None and problem.scale > 0 and problem.k.dtype in (torch.bfloat16, torch.float16),
         "precision": "tf32" if plan.tf32 else "ieee",
         "wide_lengths": any_wide((*q.shape[:3], problem.kv_len)),
         "page_size": 0 if problem.pages is None else problem.pages.page_size,
@@ -337,7 +339,15 @@ def kernel_facts(problem: Problem, plan: Plan, d_out: TensorLayout | None = None
 
 def facts_of_decode(problem: Problem, target: Target) -> dict[str, Any]:
     """The fields of a spec that the decode kernel has besides."""
-    return {"want_max": problem.want_max, "v_in_k": v_in_k(problem, target)}
+    return {"want_max": problem.want_max, "v_in_k": v_in_k(problem, target), "scales": scales_of(problem)}
+
+
+def scales_of(problem: Problem) -> tuple[int, int]:
+    """How keys and values of 8 bits are scaled, as a spec says it."""
+    pages = problem.pages
+    given = (None, None) if pages is None else (pages.k_scale, pages.v_scale)
+    k, v = (0 if scale is None else min(scale.shape[0], 2) for scale in given)
+    return k, v
 
 
 def v_in_k(problem: Problem, target: Target) -> bool:
@@ -429,9 +439,16 @@ def tiles_of_decode(problem: Problem, plan: Plan, target: Target) -> tuple[TileC
         "v_dim": problem.v.shape[3],
         "is_paged": problem.pages is not None,
         "v_in_k": v_in_k(problem, target),
+        "kv_bytes": _narrow_bytes(problem),
     }
     options, programs = _tile_options(problem, "decode"), (plan.score, plan.mask)
     return decode_tiles(target, programs=programs, options=options, precision=precision, **sizes)
+
+
+def _narrow_bytes(problem: Problem) -> int:
+    """Of keys and values that the decode kernel converts, 0 where it does not."""
+    size = problem.k.element_size()
+    return size if size < problem.q.element_size() else 0
 
 
 def _rows(problem: Problem) -> int:
@@ -478,7 +495,7 @@ def _group(problem: Problem, kernel: str) -> tuple[Any, ...]:
     blocks = None if mask is None or mask.predicate is not None else mask.BLOCK_SIZE
     sizes = _size_class(problem, kernel) if problem.options.autotune else ()
     if kernel == "decode":
-        loads = problem.pages is not None, v_in_k(problem, devices.target_for(q.device))
+        loads = problem.pages is not None, _narrow_bytes(problem), v_in_k(problem, devices.target_for(q.device))
         sizes = (*sizes, min(64, *autotune.size_class(_rows(problem))), *loads)
     return kernel, q.device.index, q.shape[2] <= SHORT_QUERIES, problem.kv_len > LONG_KEYS, blocks, sizes
 
@@ -515,6 +532,7 @@ __all__ = [
     "likely_backward_kernels",
     "likely_tiles",
     "possible_backward_kernels",
+    "scales_of",
     "tiles_of",
     "tiles_of_decode",
     "tiles_on_hopper",

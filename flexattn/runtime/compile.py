@@ -23,7 +23,7 @@ import torch
 from flexattn.codegen.emit import KernelSource, emit
 from flexattn.codegen.spec import KernelSpec
 from flexattn.errors import CompileError
-from flexattn.runtime import settings, stats, store
+from flexattn.runtime import driver, settings, stats, store
 from flexattn.runtime.device import stream_of
 
 _KERNELS: dict[tuple[KernelSpec, int], Kernel] = {}
@@ -70,28 +70,36 @@ class Kernel:
         if not chained:
             run = copy.copy(run)
             run.launch_pdl = False
-        return Launch(self, programs, values, open_ones, run)
+        names = {name for _, name, _ in open_ones}
+        direct = driver.launch_of(self.compiled, self.kinds, programs, arguments, names, chained=chained)
+        return Launch(self, programs, values, open_ones, run, direct)
 
 
 class Launch(NamedTuple):
-    """A kernel, its grid and what stays of its arguments; call it with the others, as often as they change."""
+    """A kernel, its grid and what stays of its arguments; call it with the others, as often as they change. Where somebody hooked
+    Triton's launches, or the driver cannot be asked directly, Triton's launcher runs."""
 
     kernel: Kernel
     programs: int
     values: list[Any]
     changing: list[tuple[int, str, Callable[[Any], Any]]]  # position, name, what makes the launcher's argument of it
     run: Callable[..., None]  # Triton's launcher
+    direct: driver.DirectLaunch | None = None
 
     def __call__(self, arguments: dict[str, Any], *, device: torch.device) -> None:
         """Launches on the current stream; the caller has made `device` current."""
-        kernel, programs, values, changing, run = self
+        kernel, programs, values, changing, run, direct = self
         if programs <= 0:
+            return
+        compiled, (enter, leave) = kernel.compiled, _hooks()
+        if direct is not None and enter is leave is None:
+            direct(arguments, device=device)
+            stats.record_launch(kernel.name)
             return
         values = values.copy()
         for position, name, marshal in changing:
             values[position] = marshal(arguments[name])
         stream = stream_of(device)
-        compiled, (enter, leave) = kernel.compiled, _hooks()
         metadata = compiled.launch_metadata((programs, 1, 1), stream, *values) if enter or leave else None
         run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, metadata, enter, leave, *values)
         stats.record_launch(kernel.name)

@@ -17,7 +17,6 @@ from torch import Tensor
 from flexattn.codegen.decode_tiles import (
     CHAINED,
     FEWEST_KEYS,
-    MERGED_ALONE,
     MOST_QUERIES,
     WIDEST,
     WIDEST_V,
@@ -29,7 +28,7 @@ from flexattn.codegen.spec import KernelSpec, any_wide, capture_layout, fresh_la
 from flexattn.codegen.target import Target
 from flexattn.codegen.tile_config import TileConfig, is_fixed
 from flexattn.runtime import device as devices
-from flexattn.runtime.choose import Chosen, bound, choose, facts_of_decode, v_in_k
+from flexattn.runtime.choose import Chosen, bound, choose, facts_of_decode, scales_of, v_in_k
 from flexattn.runtime.compile import InterpretedKernel, Kernel, Starts, first_that_builds, keep_ready
 from flexattn.runtime.plan import Plan, Problem, dense_strides, why_no_decode
 
@@ -86,23 +85,19 @@ class Form(NamedTuple):
 
     Attributes:
         splits: into how many parts keys are split.
-        is_counted: the last program of a tile of rows merges its parts; else another launch does.
         is_chained: the call starts before the kernel in front of it has ended. Not where programs run for long: those of two calls then
             share processors while others are idle.
     """
 
     splits: int
-    is_counted: bool
     is_chained: bool
 
 
 def _form(problem: Problem, config: TileConfig, target: Target) -> Form:
     splits, k, v = splits_of(problem, config, target), problem.k, problem.v
-    row_bytes = 4 * tile_dims(k.shape[3], v.shape[3], target)[1]
-    rows = min(problem.q.shape[2] * (problem.q.shape[1] // k.shape[1]), config.BLOCK_M)
     dims = k.shape[3] + (0 if v_in_k(problem, target) else v.shape[3])
     read = problem.kv_batch * k.shape[1] * problem.kv_len * dims * k.element_size()
-    return Form(splits, splits > 1 and splits * rows * row_bytes <= MERGED_ALONE, read <= CHAINED)
+    return Form(splits, read <= CHAINED)
 
 
 class Ready(NamedTuple):
@@ -111,14 +106,13 @@ class Ready(NamedTuple):
     decode: Starts
     merge: Starts | None
     between: int  # float32 numbers of all parts
-    counts: int  # of parts that are there, 0 where nobody counts
 
 
 def forward(
     problem: Problem, plan: Plan, order: tuple[int, ...], inputs: Callable[[], dict[str, Any]],
     sizes: Callable[[], dict[str, Any]],
 ) -> Results:  # fmt: skip
-    """Runs the decode kernel, and the one that merges the parts of split keys where those are more than one program can add up in time.
+    """Runs the decode kernel, and the one that merges the parts of split keys.
 
     Args:
         problem, plan: one call; last strides are 1.
@@ -159,6 +153,7 @@ def _key(problem: Problem) -> tuple[Any, ...]:
     return (
         q.device.index, problem.scale, problem.want_max, q.shape, k.shape[:2], v.shape[0], v.shape[3], length, page_size,
         q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k.data_ptr() == v.data_ptr(),
+        k.dtype, scales_of(problem),
         tuple(map(capture_layout, captures)), tuple(map(wide_number, numbers)),
     )  # fmt: skip
 
@@ -171,16 +166,14 @@ def _ready(problem: Problem, plan: Plan, chosen: Chosen, arguments: dict[str, An
     q, spec = problem.q, chosen.spec
     lines, form = _lines(problem, spec.config), _form(problem, spec.config, spec.target)
     tiles = q.shape[0] * problem.k.shape[1] * lines
-    arguments = {**arguments, "lines": lines, "splits": form.splits, "is_counted": int(form.is_counted)}
+    arguments = {**arguments, "lines": lines, "splits": form.splits}
     decode = chosen.kernel.fix(tiles * form.splits, arguments, changing=_EACH_CALL, chained=form.is_chained)
     if form.splits == 1:
-        return Ready(decode, None, 0, 0)
+        return Ready(decode, None, 0)
     v_pad = tile_dims(spec.qk_dim, spec.v_dim, spec.target)[1]
     between = tiles * form.splits * spec.config.BLOCK_M * (v_pad + 2)
-    if form.is_counted:
-        return Ready(decode, None, between, tiles)
     merge = _merge_kernel(plan, spec, problem).fix(q.shape[0] * q.shape[1] * q.shape[2], arguments)
-    return Ready(decode, merge, between, 0)
+    return Ready(decode, merge, between)
 
 
 def _start(problem: Problem, ready: Ready, order: tuple[int, ...], inputs: dict[str, Any]) -> Results:
@@ -189,8 +182,7 @@ def _start(problem: Problem, ready: Ready, order: tuple[int, ...], inputs: dict[
     lse = torch.empty(q.shape[:3], dtype=single, device=q.device)
     peaks = torch.empty_like(lse) if problem.want_max else None
     parts = torch.empty(ready.between, dtype=single, device=q.device) if ready.between else lse
-    counts = devices.counters_of(q.device, ready.counts) if ready.counts else lse
-    results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks, "PARTS": parts, "COUNTS": counts}
+    results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks, "PARTS": parts}
     ready.decode({**inputs, **results, "kv_len": problem.kv_len}, device=q.device)
     if ready.merge is not None:
         ready.merge(results, device=q.device)
@@ -212,7 +204,7 @@ def merge_spec(spec: KernelSpec, dtype: torch.dtype) -> KernelSpec:
     return replace(
         spec, kernel="merge", config=TileConfig(spec.config.BLOCK_M, 16, 4, 1), layouts=(fresh_layout(dtype, spec.v_dim),) * 4,
         score=None, mask=None, captures=(), wide_numbers=(), fold_scale=True, precision="ieee", wide_lengths=False, page_size=0,
-        v_in_k=False,
+        v_in_k=False, scales=(0, 0),
     )  # fmt: skip
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,11 +41,35 @@ def target_for(device: torch.device) -> Target:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True while a CUDA graph is captured on the device's current stream: what runs now is recorded, not done."""
+    """True while a CUDA graph is captured on the device's current stream: what runs now is recorded, not done. So too while torch's
+    compiler warms a graph up: memory that is allocated then is the graph's, and nothing in it may be kept."""
     if device.type != "cuda":
         return False
     with current(device):
-        return torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing() or _warms_up(device)
+
+
+_WITHIN = threading.local()
+
+
+@contextlib.contextmanager
+def within_operator() -> Iterator[None]:
+    """What runs inside is an operator of a graph, and not an eager call."""
+    before = getattr(_WITHIN, "operator", False)
+    _WITHIN.operator = True
+    try:
+        yield
+    finally:
+        _WITHIN.operator = before
+
+
+def _warms_up(device: torch.device) -> bool:
+    """Whether an operator runs in the memory of a CUDA graph that torch's compiler is about to capture."""
+    if not getattr(_WITHIN, "operator", False):
+        return False
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = None if trees is None else trees.get_manager(device.index or 0, create_if_none_exists=False)
+    return manager is not None and bool(manager.in_warmup)
 
 
 def stream_of(device: torch.device) -> int:
@@ -56,7 +83,7 @@ class Queue(NamedTuple):
     Attributes:
         device: whose.
         stream: the stream's address, 0 on a CPU.
-        is_capturing: what runs now is recorded in a CUDA graph, not done.
+        is_capturing: what runs now is recorded in a CUDA graph, not done, or is warmed up for one.
     """
 
     device: torch.device
@@ -72,7 +99,7 @@ def queue_of(device: torch.device) -> Queue:
     """The current stream of a device that is the current one."""
     if device.type != "cuda":
         return Queue(device, 0, False)
-    return Queue(device, stream_of(device), torch.cuda.is_current_stream_capturing())
+    return Queue(device, stream_of(device), torch.cuda.is_current_stream_capturing() or _warms_up(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -82,36 +109,35 @@ def _torch_stream(device: torch.device, address: int) -> torch.cuda.Stream:
 
 
 _COUNTERS: dict[tuple[int | None, int], torch.Tensor] = {}
-_COUNTERS_AT_LEAST = 1024
 _ZEROS: dict[int | None, torch.Tensor] = {}  # for graphs, as far as none has them yet
 _ZEROS_OF_GRAPHS: list[torch.Tensor] = []  # all that graphs may have, for ever: nobody says when a graph is gone
-_ZEROS_AT_ONCE = 1 << 18
+_ZEROS_AT_ONCE = 1 << 12
 
 
-def counters_of(device: torch.device, count: int = 1) -> torch.Tensor:
-    """Zeros of int32, [count] or more, that a kernel counts with and leaves as zeros: the same for all kernels of a stream, which run
-    one after the other. A call in a CUDA graph, which may be replayed on any stream, gets zeros of its own, made beforehand: to make
-    them there would be one kernel more in the graph."""
+def counter_of(device: torch.device) -> torch.Tensor:
+    """A zero, int32 [1], that a kernel counts with and leaves as a zero: the same for all kernels of a stream, which run one after the
+    other. A call in a CUDA graph, which may be replayed on any stream, gets a zero of its own, made beforehand: to make it there would
+    be one kernel more in the graph."""
     if is_capturing(device):
-        return _counters_of_graph(device, count)
+        return _counter_of_graph(device)
     key = (device.index, stream_of(device))
-    counters = _COUNTERS.get(key)
-    if counters is None or counters.shape[0] < count:
-        counters = _COUNTERS[key] = _zeros(device, max(count, _COUNTERS_AT_LEAST))
+    counter = _COUNTERS.get(key)
+    if counter is None:
+        counter = _COUNTERS[key] = _zeros(device, 1)
     if device.index not in _ZEROS and device.type == "cuda":
         _ZEROS[device.index] = _zeros(device, _ZEROS_AT_ONCE)
         _ZEROS_OF_GRAPHS.append(_ZEROS[device.index])
         torch.cuda.current_stream(device).synchronize()  # a graph may use them on another one
-    return counters
+    return counter
 
 
-def _counters_of_graph(device: torch.device, count: int) -> torch.Tensor:
-    zeros = _ZEROS.get(device.index)
-    if zeros is None or zeros.shape[0] < count:
-        _ZEROS.pop(device.index, None)  # the next call outside of a graph makes more
-        return _zeros(device, count)
-    _ZEROS[device.index] = zeros[count:]
-    return zeros[:count]
+def _counter_of_graph(device: torch.device) -> torch.Tensor:
+    zeros = _ZEROS.pop(device.index, None)
+    if zeros is None:
+        return _zeros(device, 1)
+    if len(zeros) > 1:  # else the next call outside of a graph makes more
+        _ZEROS[device.index] = zeros[1:]
+    return zeros[:1]
 
 
 def _zeros(device: torch.device, count: int) -> torch.Tensor:

@@ -78,17 +78,7 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
     order, problem = _unit_order(q), _with_unit_strides(problem)  # the order of its dimensions is out's
     out_shape = (*q.shape[:3], problem.v.shape[3])
 
-    def start(ready: Ready) -> tuple[Tensor, Tensor, Tensor | None]:
-        out = torch.empty_permuted(out_shape, order, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        peaks = torch.empty_like(lse) if problem.want_max else None
-        results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
-        if ready.spec.is_queued:
-            results["COUNTER"] = devices.counters_of(q.device)
-        if problem.pages is not None:
-            results["V_CUT"] = cut_values(problem.pages, plan, piece_rows(ready.cut.kv_tile, problem.pages.page_size))
-        ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
-        return out, lse, peaks
+    start = lambda ready: _start_forward(problem, plan, ready, order)
 
     with devices.current(q.device):
         if decode.decode_choice(problem, devices.target_for(q.device))[0]:
@@ -112,6 +102,48 @@ def forward(problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None
         settings.warn_once(said, said, settings.FlexPerformanceWarning)
         forget_hopper(problem, plan)
         return forward(problem.dense(), plan)
+
+
+def _start_forward(
+    problem: Problem, plan: Plan, ready: Ready, order: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Allocates out, in that order of dimensions, lse and max_scores, and starts a forward kernel."""
+    q, pages = problem.q, problem.pages
+    out = torch.empty_permuted((*q.shape[:3], problem.v.shape[3]), order, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    peaks = torch.empty_like(lse) if problem.want_max else None
+    results = {"OUT": out, "LSE": lse, "MAX": lse if peaks is None else peaks}
+    if ready.spec.is_queued:
+        results["COUNTER"] = devices.counter_of(q.device)
+    if pages is not None:
+        results["V_CUT"] = cut_values(pages, plan, piece_rows(ready.cut.kv_tile, pages.page_size))
+    ready.launch({**_inputs(problem), **_table(problem, ready), **results}, device=q.device)
+    return out, lse, peaks
+
+
+def ready_forward(problem: Problem, plan: Plan) -> Callable[[Problem], tuple[Tensor, Tensor, Tensor | None]] | None:
+    """What starts the forward kernel for calls that differ from this one, which has run, in the memory of their tensors alone: such
+    a call chooses nothing. None where a call does more than start one kernel over the tensors that it is given.
+
+    Example:
+        >>> start = ready_forward(problem, plan)  # doctest: +SKIP
+        >>> out, lse, max_scores = start(problem.bind(q, k, v, problem.captures))  # doctest: +SKIP
+    """
+    q, order = problem.q, _unit_order(problem.q)
+    if any(x.stride(3) != 1 for x in (q, problem.k, problem.v)) or problem.lengths is not None:
+        return None
+    with devices.current(q.device):
+        if decode.decode_choice(problem, devices.target_for(q.device))[0]:
+            return None
+        ready = plan.memo.get("ready", {}).get(("forward", _sizes(problem), None, order, problem.want_max))
+    if ready is None:
+        return None
+
+    def start(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+        with devices.current(q.device):
+            return _start_forward(problem, plan, ready, order)
+
+    return start
 
 
 def backward(
@@ -328,7 +360,9 @@ def _inputs(problem: Problem) -> dict[str, Any]:
     pages = problem.pages
     if pages is None:
         return inputs
-    return {**inputs, "PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts, "KV_LENGTHS": pages.kv_lengths}
+    lists = {"PAGES": pages.page_indices, "PAGE_STARTS": pages.page_starts, "KV_LENGTHS": pages.kv_lengths}
+    scales = {"K_SCALE": pages.k_scale, "V_SCALE": pages.v_scale}
+    return {**inputs, **lists, **{name: scale for name, scale in scales.items() if scale is not None}}
 
 
 def _fixed(problem: Problem) -> dict[str, Any]:
@@ -438,7 +472,7 @@ def run_fused(problem: Problem, plan: Plan, common: Common, needs: Needs) -> tup
         sums = torch.zeros(rows * padded(q.shape[3]) // 128, 128, dtype=torch.float32, device=q.device)
         results = {"DK": dk, "DV": dv, "DQ_SUMS": sums}
         if ready.spec.is_queued:
-            results["COUNTER"] = devices.counters_of(q.device)
+            results["COUNTER"] = devices.counter_of(q.device)
         ready.launch({**common.arguments, **_table(problem, ready), **results}, device=q.device)
         return _dq_of(sums, problem, plan, ready.spec), dk, dv
 
@@ -566,4 +600,4 @@ def _unit_order(x: Tensor) -> tuple[int, ...]:
     return order if order[3] == 3 else (*(d for d in order if d != 3), 3)
 
 
-__all__ = ["backward", "forward", "make_tile_maps"]
+__all__ = ["backward", "forward", "make_tile_maps", "ready_forward"]

@@ -298,23 +298,37 @@ def why_dense(problem: Problem) -> str | None:
     """Why no kernel can serve a call over keys where they lie, or None where one may."""
     if problem.needs_grad:
         return "a gradient is needed"
-    if problem.pages is not None and problem.options.strict_nan:
+    if problem.pages is None:
+        return None
+    if problem.options.strict_nan:
         return "strict_nan looks at dense keys"
-    if problem.pages is not None and problem.k.dtype.itemsize == 1:
-        return "pages hold numbers of 8 bits"
-    if problem.pages is not None and (problem.pages.k_scale is not None or problem.pages.v_scale is not None):
-        return "pages have scales"
+    if problem.k.dtype.itemsize > 1 and (problem.pages.k_scale is not None or problem.pages.v_scale is not None):
+        return "pages of more than 8 bits have scales"
     return None
 
 
 def why_no_decode(problem: Problem) -> str | None:
     """Why the decode kernel cannot serve a call, or None where it can."""
     obstacle = why_dense(problem)
+    if obstacle is None and problem.pages is not None and problem.k.dtype.itemsize == 1:
+        obstacle = _why_not_converted(problem)
     if obstacle is not None:
         return obstacle
     if problem.block_mask is not None and problem.block_mask.predicate is None:
         return "the mask is made of lists of blocks"
     return None
+
+
+def _why_not_converted(problem: Problem) -> str | None:
+    """Why the decode kernel cannot read pages of 8 bits as they are."""
+    if problem.q.dtype == torch.float32:
+        return "pages hold numbers of 8 bits, and query those of 32"
+    if any(n % 2 for x in (problem.k, problem.v) for n in (x.shape[3], x.storage_offset(), *x.stride()[:3])):
+        return "pages of 8 bits are read in pairs, and a dimension or a stride is odd"
+    device = Device.of(problem.q.device)
+    if device.type == "cpu" or problem.k.dtype == torch.float8_e5m2 or device.capability >= (8, 9):
+        return None
+    return "pages hold e4m3, which this GPU does not convert"
 
 
 @functools.lru_cache(maxsize=1)
@@ -340,6 +354,11 @@ def output_like(q: Tensor, v_dim: int) -> Tensor:
 def stride_order(x: Tensor) -> tuple[int, ...]:
     """The dimensions of x from the slowest to the fastest in memory; expanded and size-1 ones keep their usual place."""
     return _stride_order(x.shape, x.stride())
+
+
+def stride_order_of(x: Tensor) -> tuple[int, ...]:
+    """`stride_order` of a tensor whose sizes are symbols."""
+    return _stride_order.__wrapped__(x.shape, x.stride())
 
 
 @functools.lru_cache(maxsize=4096)

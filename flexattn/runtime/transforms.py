@@ -82,35 +82,50 @@ def no_forward_mode() -> UnsupportedError:
     )
 
 
-def forbid_second_derivative(
-    grads: Sequence[Tensor | None], sources: Sequence[Tensor | None]
+def forbid_further_derivatives(
+    grads: Sequence[Tensor | None], sources: Sequence[Tensor | None], *, times: str = "three times"
 ) -> tuple[Tensor | None, ...]:
     """The same gradients, joined to the graph by a node that raises when somebody differentiates them.
 
     Args:
         grads: of the inputs.
         sources: everything they depend on: the inputs and the gradients that came from above.
+        times: how often attention would be differentiated then, for the message.
     """
     roots = [x for x in sources if x is not None and x.requires_grad]
-    return tuple(None if g is None else _Once.apply(g, *roots) for g in grads)
+    return tuple(None if g is None else _Once.apply(g, times, *roots) for g in grads)
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(grad: Tensor, *roots: Tensor) -> Tensor:
+    def forward(grad: Tensor, times: str, *roots: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
+        ctx.times = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        raise UnsupportedError(
-            "flex_attention cannot be differentiated twice",
-            given="a second backward pass through its gradients (create_graph=True)",
-            hint="torch.nn.functional.scaled_dot_product_attention on the math backend, or a dense formula in torch ops",
-        )
+        raise no_further_derivatives(ctx.times)
 
 
-__all__ = ["check_transforms", "forbid_second_derivative", "no_batching", "no_forward_mode", "outside"]
+def no_further_derivatives(times: str) -> UnsupportedError:
+    """What to raise for a derivative of a gradient that has none: of what kernels made, and of all third ones."""
+    return UnsupportedError(
+        f"flex_attention cannot be differentiated {times}",
+        given="a further backward pass through its gradients (create_graph=True)",
+        hint="torch.autograd.grad of the eager call with kernel_options={'BACKEND': 'TORCH'}, which has second derivatives"
+        if times.startswith("twice")
+        else "torch.nn.functional.scaled_dot_product_attention on the math backend, or a dense formula in torch ops",
+    )
+
+
+__all__ = [
+    "check_transforms",
+    "forbid_further_derivatives",
+    "no_batching",
+    "no_forward_mode",
+    "no_further_derivatives",
+    "outside",
+]

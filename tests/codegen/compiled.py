@@ -63,20 +63,20 @@ def spec_of(
     kernel: str, *, arch: int, dim: int, v_dim: int | None = None, leaf: str = "causal", dtype: str = "bf16",
     config: TileConfig | None = None, aligned: bool = True, precision: str = "ieee",
     leaves: tuple[Traced | None, Traced | None] | None = None, page_size: int = 0,
-    v_in_k: bool = False,
+    v_in_k: bool = False, kv_dtype: str | None = None, scales: tuple[int, int] = (0, 0),
 ) -> KernelSpec:  # fmt: skip
     """A kernel as the runtime would ask for it, with its preferred tiles, for one of LEAVES or for the given ones."""
     score, mask = leaves or LEAVES[leaf]
     bound = [t for t in (score, mask) if t is not None]
-    layout = TensorLayout(dtype, aligned, False)
+    layout, of_kv = (TensorLayout(x, aligned, False) for x in (dtype, kv_dtype or dtype))
     capture_grads = (0,) if leaf in ("bias", "half bias") and kernel == "dq" else ()
     return KernelSpec(
         kernel=kernel, target=target_of(arch), config=config or preferred(kernel, arch, dim, dtype, leaf)[0], qk_dim=dim,
-        v_dim=v_dim or dim, layouts=(layout,) * 4, score=score and score.program, mask=mask and mask.program,
+        v_dim=v_dim or dim, layouts=(layout, of_kv, of_kv, layout), score=score and score.program, mask=mask and mask.program,
         captures=tuple(capture_layout(c) for t in bound for c in t.binding.captures),
         wide_numbers=tuple(wide_number(n) for t in bound for n in t.binding.numbers), capture_grads=capture_grads,
-        fold_scale=score is None and dtype != "fp32", precision=precision, page_size=page_size,
-        v_in_k=v_in_k,
+        fold_scale=score is None and dtype != "fp32" and kv_dtype in (None, "bf16", "fp16"), precision=precision, page_size=page_size,
+        v_in_k=v_in_k, scales=scales,
     )  # fmt: skip
 
 
@@ -97,7 +97,12 @@ def preferred(
 
 def element_bytes(dtype: str) -> int:
     """Of a type as kernels name it."""
-    return 4 if dtype == "fp32" else 2
+    return {"fp32": 4, "fp8e4nv": 1, "fp8e5": 1}.get(dtype, 2)
+
+
+def narrow_bytes(dtype: str) -> int:
+    """Of a type of keys and values that is converted, 0 of others."""
+    return 1 if element_bytes(dtype) == 1 else 0
 
 
 def problem_of(spec: KernelSpec) -> TileProblem:
@@ -106,6 +111,7 @@ def problem_of(spec: KernelSpec) -> TileProblem:
         spec.kernel, spec.target, element_bytes=element_bytes(spec.layouts[0].dtype), qk_dim=spec.qk_dim,
         v_dim=spec.v_dim, q_len=4096, programs=(spec.score, spec.mask), precision=spec.precision,
         is_paged=spec.page_size > 0, v_in_k=spec.v_in_k,
+        kv_bytes=narrow_bytes(spec.layouts[1].dtype if len(spec.layouts) > 1 else ""),
     )  # fmt: skip
 
 

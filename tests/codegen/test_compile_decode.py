@@ -170,6 +170,39 @@ def test_model_of_shared_memory_of_latent_attention(arch: int, rows: int, v_in_k
 
 
 @compiles
+@pytest.mark.parametrize("kv_dtype", ["fp8e4nv", "fp8e5"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_pages_of_eight_bits(rows: int, dtype: str, kv_dtype: str) -> None:
+    """They are on their way as they are, and converted in registers."""
+    config = decode_tiles(target_of(90), rows=rows, element_bytes=2, qk_dim=128, v_dim=128, is_paged=True, kv_bytes=1)[
+        0
+    ]
+    more = {"leaves": BY_LENGTH, "page_size": 16, "dtype": dtype, "kv_dtype": kv_dtype, "scales": (2, 1)}
+    spec = spec_of("decode", arch=90, dim=128, config=config, **more)  # type: ignore[arg-type]
+    text, used = compile_and_measure(spec)
+    assert re.search(KEYS, text) and used.shared >= 4 * 2 * 64 * 128
+    assert used.spills <= SPILLS and not any(spilled_in(loop) for loop in loops_of(used.binary)), used
+
+
+@compiles
+@pytest.mark.parametrize("rows", [4, 20, 64])
+@pytest.mark.parametrize(
+    "dims", [(128, 128), *(pytest.param(d, marks=pytest.mark.slow) for d in ((64, 64), (256, 256), (576, 512)))]
+)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (89, 100))])
+def test_model_of_shared_memory_of_eight_bits(arch: int, dims: tuple[int, int], rows: int) -> None:
+    sizes = {"element_bytes": 2, "qk_dim": dims[0], "v_dim": dims[1], "is_paged": True, "kv_bytes": 1}
+    for config in decode_tiles(target_of(arch), rows=rows, **sizes):  # type: ignore[arg-type]
+        more = {"page_size": 16, "kv_dtype": "fp8e4nv", "scales": (1, 2)}
+        spec = spec_of("decode", arch=arch, dim=dims[0], v_dim=dims[1], config=config, **more)  # type: ignore[arg-type]
+        used, model = shared_of(spec), shared_bytes(config, problem_of(spec))
+        is_bounded = config.num_stages == 1 or arch == 100 and rows == 64 or dims == (64, 64)
+        most = 1.85 * used if is_bounded else used + max(5 * KIB, 0.06 * used)
+        assert used <= model <= most, (config, used, model)
+
+
+@compiles
 @pytest.mark.parametrize("arch", [80, 90])
 def test_single_precision(arch: int) -> None:
     text, _ = compiled(arch, 64, 4, dtype="fp32")

@@ -63,7 +63,9 @@ def _torch_says_why(case: Case, dtype: torch.dtype) -> None:
         torch_compiled(problems[0], compiled)
 
 
-@pytest.mark.parametrize(("name", "dtype"), list(zip(CASES, itertools.cycle((F16, F32)))), ids=_id)  # bfloat16 ran above
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(zip(CASES, itertools.cycle((F16, F32)))), ids=_id
+)  # bfloat16 ran above
 def test_beside_the_oracle(name: str, dtype: torch.dtype) -> None:
     for z in WITH_ORACLE:
         problem = make_problem(CASES[name], replace(z, dtype=dtype), "cuda")

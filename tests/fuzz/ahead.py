@@ -100,14 +100,14 @@ def load(folder: Path, source: KernelSource) -> Any:
 def use(folder: Path) -> Counter[str]:
     """From now on kernels come from a folder where it has them; counts what was 'loaded' and what was 'compiled'."""
     counts: Counter[str] = Counter()
-    compile_now = compiling.build
+    otherwise = compiling.found_or_built
 
-    def found(source: KernelSource, translated: Callable[[], None] | None = None) -> Any:
+    def found(source: KernelSource, translated: Callable[[], None] | None = None) -> tuple[Any, bool]:
         kernel = load(folder, source)
         counts["compiled" if kernel is None else "loaded"] += 1
-        return compile_now(source, translated) if kernel is None else kernel
+        return otherwise(source, translated) if kernel is None else (kernel, True)
 
-    compiling.build = found
+    compiling.found_or_built = found
     return counts
 
 
@@ -204,29 +204,30 @@ class Log:
 @contextmanager
 def no_gpu(folder: Path) -> Iterator[Log]:
     """Inside, every device is a Hopper, kernels are built for one and kept in the folder, and a launch does nothing."""
-    log, before = Log(), (compiling.build, devices.target_for, launch.table_of, launch.prepare_tables)
+    log, before = Log(), (compiling.found_or_built, devices.target_for, launch.table_of, launch.prepare_tables)
 
-    def build(source: KernelSource, translated: Callable[[], None] | None = None) -> Any:
+    def build(source: KernelSource, translated: Callable[[], None] | None = None) -> tuple[Any, bool]:
         try:
-            spilled = _binary(source, folder, before[0], log.counts)
+            spilled = _binary(source, folder, compiling.build, log.counts)
         except Exception as error:
             log.faults.append(f"{source.spec.kernel}: {type(error).__name__}: {str(error)[-500:]}")
             raise
         config = source.spec.config
         log.spilled.append((source.spec.kernel, f"{config.BLOCK_M}x{config.BLOCK_N}", spilled))
-        return SimpleNamespace(
+        kernel = SimpleNamespace(
             n_spills=spilled, function=0, packed_metadata=None, run=lambda *given: None, _init_handles=lambda: None,
             launch_metadata=lambda *given: None,
         )  # fmt: skip
+        return kernel, False
 
     nothing = torch.zeros(1, 1, 12, dtype=torch.int32)
-    compiling.build, devices.target_for = build, lambda device: target_of(90)  # type: ignore[assignment]
+    compiling.found_or_built, devices.target_for = build, lambda device: target_of(90)  # type: ignore[assignment]
     launch.table_of = lambda problem, cut: DeviceTable(nothing, nothing[0, :, :2], 1, 1)
     launch.prepare_tables = lambda problem, mask, cuts: None
     try:
         yield log
     finally:
-        compiling.build, devices.target_for, launch.table_of, launch.prepare_tables = before
+        compiling.found_or_built, devices.target_for, launch.table_of, launch.prepare_tables = before
 
 
 def _binary(

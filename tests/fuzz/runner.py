@@ -175,7 +175,8 @@ def outcomes_of(
 
 def too_many_builds(kinds: Set[tuple[Any, ...]], way: Way) -> str:
     """Whether more kernels were built than these problems are of kinds: a number or a length was compiled in."""
-    builds, forward = flexattn.stats().builds, {kind[:3] for kind in kinds}
+    seen, forward = flexattn.stats(), {kind[:3] for kind in kinds}
+    builds = seen.builds + seen.disk_hits
     allowed = {way.kernel: len(forward), **(dict.fromkeys(_GRADIENTS, len(kinds)) if way.is_backward else {})}
     wrong = [
         f"{builds[n]} {n} kernels were built for {most} kinds of problems"
@@ -218,7 +219,7 @@ def work(seeds: Sequence[int], way: Way, counts: dict[str, int]) -> int:
         return BREAKS
     if trouble := too_many_builds(kinds, way):
         say(seed=-1, figures=[], trouble=trouble)
-    say(end=dict(counts), builds=dict(flexattn.stats().builds))
+    say(end=dict(counts), builds=dict(flexattn.stats().builds + flexattn.stats().disk_hits))
     return 0
 
 

@@ -285,16 +285,16 @@ def test_a_kernel_that_was_built_beforehand_is_found_again(tmp_path: Path, monke
     from flexattn.codegen.tile_config import TileConfig
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(compiling, "build", compiling.build)
+    monkeypatch.setattr(compiling, "found_or_built", compiling.found_or_built)
     source = emit(KernelSpec("order", target_of(90), TileConfig(64, 64, 4, 1), 0, 0, layouts=()))
     other = emit(KernelSpec("order", target_of(90), TileConfig(32, 64, 4, 1), 0, 0, layouts=()))
     assert ahead.load(tmp_path, source) is None
     with ahead.no_gpu(tmp_path) as log:
-        assert compiling.build(source).n_spills == 0
-        assert compiling.build(source).n_spills == 0
+        assert compiling.found_or_built(source)[0].n_spills == 0
+        assert compiling.found_or_built(source)[0].n_spills == 0
     assert log.counts == {"built": 1, "already there": 1}
     used = ahead.use(tmp_path)
-    kernel = compiling.build(source)
+    kernel, _ = compiling.found_or_built(source)
     assert kernel.metadata.num_warps == 4 and kernel.kernel[:4] == b"\x7fELF"
     assert ahead.load(tmp_path, other) is None and used == {"loaded": 1}
 
@@ -303,7 +303,7 @@ def test_what_a_call_takes_first_is_built_and_found(tmp_path: Path, monkeypatch:
     """The tiles that a call would take, not the next ones in the list; and a kernel compiled ahead comes from the folder too."""
     pytest.importorskip("triton.experimental.gluon")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(compiling, "build", compiling.build)
+    monkeypatch.setattr(compiling, "found_or_built", compiling.found_or_built)
     for memory in ("_KERNELS", "_FAILED", "_AHEAD"):
         monkeypatch.setattr(compiling, memory, {})
     folder, drawn = tmp_path / "kernels", make(0, CPU, is_small=True)
@@ -318,7 +318,7 @@ def test_what_a_call_takes_first_is_built_and_found(tmp_path: Path, monkeypatch:
     compiling._KERNELS.clear()
     used = ahead.use(folder)
     assert compiling.build_ahead(spec, CPU).wait(60)
-    assert compiling._AHEAD.pop(spec).result().kernel[:4] == b"\x7fELF" and used == {"loaded": 1}
+    assert compiling._AHEAD.pop(spec).result()[0].kernel[:4] == b"\x7fELF" and used == {"loaded": 1}
 
 
 @pytest.mark.gpu
@@ -330,7 +330,7 @@ def test_random_problems_on_the_kernel_for_hopper(
     structures: tuple[int, ...], programs: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few structures, as each has kernels to build; as many programs as the device likes, or few that have many tiles each."""
-    monkeypatch.setattr(compiling, "build", compiling.build)
+    monkeypatch.setattr(compiling, "found_or_built", compiling.found_or_built)
     monkeypatch.setattr(devices, "target_for", devices.target_for)
     ahead.use(ahead.FOLDER)
     if programs is not None:

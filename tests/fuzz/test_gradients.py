@@ -238,7 +238,7 @@ def test_what_a_call_and_its_backward_take_is_built_and_found(tmp_path: Path, mo
     """Every kernel of both directions: fused and its passes, two kernels, some gradients alone. A second time nothing is built."""
     pytest.importorskip("triton.experimental.gluon")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    monkeypatch.setattr(compiling, "build", compiling.build)
+    monkeypatch.setattr(compiling, "found_or_built", compiling.found_or_built)
     folder, index = tmp_path / "kernels", next(n for n, s in enumerate(STRUCTURES) if s.name == "same | none")
     folder.mkdir()
     seeds = [index + len(STRUCTURES) * n for n in range(0, 80, 2)]
@@ -268,7 +268,7 @@ def test_what_a_call_and_its_backward_take_is_built_and_found(tmp_path: Path, mo
     forget()
     for spec in specs:
         assert compiling.build_ahead(spec, CPU).wait(60)
-        assert compiling._AHEAD.pop(spec).result().kernel[:4] == b"\x7fELF"
+        assert compiling._AHEAD.pop(spec).result()[0].kernel[:4] == b"\x7fELF"
     assert used == {"loaded": len(specs)}
 
 
@@ -279,7 +279,7 @@ def test_what_a_call_and_its_backward_take_is_built_and_found(tmp_path: Path, mo
 @pytest.mark.parametrize("structure", [0, 3])
 def test_random_problems_on_the_kernels_for_hopper(structure: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few structures, as each has a dozen kernels to build: a plain one, and one with a table and captured slopes."""
-    monkeypatch.setattr(compiling, "build", compiling.build)
+    monkeypatch.setattr(compiling, "found_or_built", compiling.found_or_built)
     monkeypatch.setattr(devices, "target_for", devices.target_for)
     ahead.use(ahead.FOLDER)
     seeds = list(range(structure, len(STRUCTURES) * 36, len(STRUCTURES)))

@@ -18,7 +18,7 @@ from flexattn import AuxRequest, create_block_mask, explain, flex_attention
 from flexattn.frontend.expr import DEP_B, DEP_H
 from flexattn.frontend.trace import trace
 from flexattn.runtime.choose import v_in_k
-from flexattn.runtime.device import counters_of, target_for
+from flexattn.runtime.device import target_for
 from flexattn.runtime.plan import Problem
 from flexattn.runtime.reference import oracle
 from tests.frontend.mask_fuzz import Sizes, predicate
@@ -238,11 +238,7 @@ def test_splits_cost_no_accuracy() -> None:
     assert all(error(splits) <= 1.05 * whole for splits in (2, 5, 13))
 
 
-@pytest.mark.parametrize("bytes_alone", [0, 1 << 30])
-def test_parts_are_merged_by_the_last_program_or_by_another_launch(
-    bytes_alone: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flexattn.runtime.decode.MERGED_ALONE", bytes_alone)
+def test_parts_of_any_number_are_merged() -> None:
     flexattn.reset_stats()
     for q_len, group, splits in (
         (1, 1, 2),
@@ -251,8 +247,7 @@ def test_parts_are_merged_by_the_last_program_or_by_another_launch(
         (5, 7, 5),
     ):
         check(inputs(q_len, group, 190, (16, 70)), MASKS["causal, last rows"], None, splits)
-    assert ("merge" in flexattn.stats().launches) == (bytes_alone == 0)
-    assert not counters_of(CPU, 64).any(), "the last program leaves zeros for the next call"
+    assert flexattn.stats().launches["merge"] == flexattn.stats().launches["decode"] > 0
 
 
 def test_strides_of_every_kind() -> None:

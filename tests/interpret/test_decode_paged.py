@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import flexattn
 from flexattn import AuxRequest, PagedKV, paged_attention
 from flexattn.runtime.reference import oracle
 from tests.helpers import dense
-from tests.paged import Paged, assert_nothing_without_keys, make_paged, query_of
+from tests.paged import Paged, assert_nothing_without_keys, make_paged, narrowed, query_of
 from tests.runtime.kernel_cases import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -111,6 +112,63 @@ def test_latent_attention(dims: tuple[int, int], v_in_k: bool, group: int, page_
     paged = make_paged((70, 0, 33), page_size, kv_heads=1, dims=dims, dtype=torch.bfloat16, v_in_k=v_in_k)
     check(paged, query_of(paged, group, 1), splits=2)
     check(paged, query_of(paged, group, 2), MASKS["causal"], SCORES["soft-cap"], splits=1)
+
+
+@pytest.mark.parametrize("scales", [(None, None), ((0.5, 2.0), (3.0,)), ((-1.5,), None), (None, (0.25, 3.0))], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_pages_of_eight_bits(dtype: torch.dtype, scales: tuple[tuple[float, ...] | None, ...]) -> None:
+    """Tokens are small whole numbers, which every type holds; against the same pages in float16, scaled beforehand."""
+    paged = make_paged((70, 0, 33), 16, dtype=torch.float16)
+    pools = [(x.nan_to_num() * 2).round().clamp(-4, 4) for x in (paged.pages.k_pages, paged.pages.v_pages)]
+    given = [None if s is None else torch.tensor(s) for s in scales]
+    wide = [x if s is None else (x * s[:, None, None]).half() for x, s in zip(pools, given)]
+    plain = replace(paged.pages, k_pages=wide[0], v_pages=wide[1])
+    narrow = [x.to(dtype) for x in pools]
+    scaled = replace(paged.pages, k_pages=narrow[0], v_pages=narrow[1], k_scale=given[0], v_scale=given[1])
+    q = query_of(paged, 4, 2, dtype=torch.float16)
+    for splits in (1, 3):
+        (out, aux), (right, extra) = (decode(q, pages, MASKS["causal"], None, splits) for pages in (scaled, plain))
+        torch.testing.assert_close(out, right, atol=4e-3, rtol=2e-3)
+        torch.testing.assert_close(aux.lse, extra.lse, atol=1e-3, rtol=1e-3)
+
+
+def check_narrow(paged: Paged, q: Tensor, mask: Any = None, score: Any = None, splits: int | None = None) -> None:
+    """As `check`, over pages of 8 bits: queries and probabilities alone are rounded."""
+    out, aux = decode(q, paged.pages, mask, score, splits)
+    assert_nothing_without_keys(paged, out, aux.lse)
+    for b, qkv, placed_mask, placed_score in paged.placed(q, mask, score):
+        right, lse = oracle(*qkv, placed_mask, placed_score)
+        torch.testing.assert_close(out[b : b + 1].double(), right, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(aux.lse[b : b + 1].double(), lse.double(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e6, 1.0, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_over_eight_bits_of_any_size(dtype: torch.dtype, size: float) -> None:
+    """Products are of float16, which does not hold all that bfloat16 does."""
+    size = size if dtype == torch.bfloat16 else size**0.5
+    paged = make_paged((70, 0, 33), 16, dtype=torch.bfloat16)
+    scales = {"k_scale": torch.tensor([1.0, 0.3]) / size, "v_scale": torch.tensor([2.5])}
+    q = (query_of(paged, 4, 3, dtype=torch.float32) * size).to(dtype)
+    for splits in (1, 3):
+        held = narrowed(paged, torch.float8_e4m3fn, **scales)
+        check_narrow(held, q, MASKS["causal"], SCORES["soft-cap"], splits)
+
+
+@pytest.mark.parametrize("v_in_k", [True, False])
+def test_latent_attention_over_eight_bits(v_in_k: bool) -> None:
+    paged = make_paged((70, 0, 33), 24, kv_heads=1, dims=(576, 512), dtype=torch.bfloat16, v_in_k=v_in_k)
+    check_narrow(narrowed(paged, torch.float8_e4m3fn), query_of(paged, 20, 1, dtype=torch.bfloat16), splits=2)
+
+
+def test_odd_dimensions_of_eight_bits_are_not_read_in_pairs() -> None:
+    paged = narrowed(make_paged((70, 33), 16, dims=(33, 24), dtype=torch.bfloat16), torch.float8_e4m3fn)
+    q = query_of(paged, 4, 1, dtype=torch.bfloat16)
+    flexattn.reset_stats()
+    out = paged_attention(q, paged.pages)
+    assert "decode" not in flexattn.stats().launches
+    for b, qkv, *_ in paged.placed(q, None, None):
+        torch.testing.assert_close(out[b : b + 1].double(), oracle(*qkv)[0], atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 24, 64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 import flexattn.runtime.autograd
-from flexattn import AuxRequest, create_block_mask, flex_attention
+import flexattn.runtime.second_order
+from flexattn import AuxRequest, BlockMask, create_block_mask, flex_attention
 from flexattn.errors import UnsupportedError
 from flexattn.runtime import cpu, settings
 from flexattn.runtime.plan import Device, Layout, Plan
@@ -247,11 +249,52 @@ def test_gradcheck():
 
 
 # ---------------------------------------------------------------- twice, again, changed in between
-def test_second_derivative_is_a_clear_error():
+def test_second_derivatives_of_all_inputs(monkeypatch):
+    """Rows without a key, grouped heads, lse, a captured bias, and blocks of rows that end inside the length."""
+    monkeypatch.setattr(flexattn.runtime.second_order, "SCORES", 2 * 4 * 7 * 2)
+    q, k, v = (
+        torch.randn(2, h, n, d, dtype=torch.float64, requires_grad=True)
+        for h, n, d in ((4, 5, 3), (2, 7, 3), (2, 7, 2))
+    )
+    bias = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+
+    def f(q, k, v, bias):
+        mods = {
+            "score_mod": lambda score, b, h, i, j: 2 * torch.tanh(score / 2) + bias[h, j],
+            "mask_mod": lambda b, h, i, j: (i >= j) & (i != 3),
+        }
+        out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), enable_gqa=True, **mods)
+        return out, torch.where(aux.lse.isinf(), 0.0, aux.lse)
+
+    assert torch.autograd.gradgradcheck(f, (q, k, v, bias), check_batched_grad=False)
+
+
+def test_second_derivatives_follow_block_lists():
+    q, k, v = (torch.randn(1, 1, 6, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    one, rows = torch.ones(1, 1, 3, dtype=torch.int32), torch.tensor([[[[0], [2], [1]]]], dtype=torch.int32)
+    mod = lambda b, h, i, j: (i + j) % 3 != 0
+    mask = BlockMask.from_kv_blocks(one, rows, BLOCK_SIZE=2, mask_mod=mod, seq_lengths=(6, 6))
+    assert torch.autograd.gradgradcheck(lambda *x: flex_attention(*x, block_mask=mask), (q, k, v))
+    masked = torch.autograd.functional.vhp(lambda q: flex_attention(q, k, v, block_mask=mask).square().sum(), q, q)[1]
+    keep = mask.to_mask()
+    dense = lambda q: torch.nan_to_num(torch.where(keep, q @ k.mT / 3**0.5, -math.inf).softmax(-1)) @ v
+    close(masked, torch.autograd.functional.vhp(lambda q: dense(q).square().sum(), q, q)[1])
+
+
+def test_a_third_derivative_is_a_clear_error():
+    q, k, v = qkv(q_len=5, kv_len=7, dtype=torch.float64)
+    (first,) = torch.autograd.grad(flex_attention(q, k, v).sum(), [q], create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), [q], create_graph=True)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated three times"):
+        second.sum().backward()
+
+
+def test_a_second_derivative_of_kernels_is_a_clear_error():
     q, k, v = qkv()
-    (grad,) = torch.autograd.grad(flex_attention(q, k, v).sum(), [q], create_graph=True)
-    close(grad, torch.autograd.grad(oracle(q, k, v)[0].sum(), [q])[0])
-    with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
+    problem, plan = flexattn.runtime.attention.prepare((q, k, v), None, (None, None))
+    kernels = dataclasses.replace(plan, backend="triton")
+    (grad,) = flexattn.runtime.autograd._with_derivatives(problem, kernels, (torch.ones_like(q),), (q, None, None))
+    with pytest.raises(NotImplementedError, match="cannot be differentiated twice in its kernels"):
         grad.square().sum().backward()
 
 
@@ -341,7 +384,6 @@ def test_function_transforms_reach_captured_tensors_through_score_mods():
         (lambda f: lambda q: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(q[None]), "no rule for torch.vmap"),
         (lambda f: torch.func.jacrev(f), "no rule for torch.vmap"),
         (lambda f: torch.func.grad(lambda q: torch.func.grad(lambda x: f(x).sum())(q).sum()), "differentiated twice"),
-        (lambda f: lambda q: torch.autograd.functional.jvp(f, q, q), "differentiated twice"),
         (lambda f: lambda q: torch.autograd.functional.jacobian(f, q, vectorize=True), "no rule for torch.vmap"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 import flexattn
 from flexattn import AuxRequest, PagedKV, paged_attention
 from flexattn.runtime.reference import oracle
-from tests.paged import Paged, assert_right, make_paged, masks, query_of, scores
+from tests.paged import Paged, assert_nothing_without_keys, assert_right, make_paged, masks, narrowed, query_of, scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_memory_is_nan")]
 GPU = torch.device("cuda", 0)
@@ -120,6 +120,30 @@ def test_offsets_past_32_bits() -> None:
         torch.testing.assert_close(decode(q, pages)[0].double(), oracle(q, *held)[0], atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "dims, v_in_k", [((128, 128), False), ((64, 96), False), ((576, 512), True), ((576, 512), False)]
+)
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pages_of_eight_bits(dtype: torch.dtype, kv_dtype: torch.dtype, dims: tuple[int, int], v_in_k: bool) -> None:
+    """Read as they are; queries and probabilities alone are rounded."""
+    kv_heads = 1 if v_in_k else 2
+    wide = paged_of(LENGTHS, 16, dims=dims, v_in_k=v_in_k, kv_heads=kv_heads)
+    scales = {"k_scale": torch.tensor([0.7, 1.3][:kv_heads], device=GPU), "v_scale": torch.tensor([2.5], device=GPU)}
+    paged = narrowed(wide, kv_dtype, **scales)
+    for q_len, group, mask in ((1, 4, None), (3, 7, masks(GPU)["causal"]), (1, 64, None)):
+        q = query_of(paged, kv_heads * group, q_len, dtype=dtype)
+        out, lse = decode(q, paged.pages, mask)
+        assert_nothing_without_keys(paged, out, lse)
+        for b, qkv, placed_mask, _ in paged.placed(q, mask, None):
+            right, right_lse = oracle(*qkv, placed_mask)
+            empty = torch.isneginf(right_lse)
+            torch.testing.assert_close(out[b : b + 1].double(), right, atol=2e-2, rtol=1e-2)
+            torch.testing.assert_close(
+                lse[b : b + 1].double()[~empty], right_lse.double()[~empty], atol=3e-3, rtol=1e-3
+            )
+
+
 def test_a_graph_follows_lengths_and_page_numbers() -> None:
     paged = paged_of((4096, 2000), 16)
     pages, q = paged.pages, query_of(paged, 8, 1)
@@ -131,7 +155,7 @@ def test_a_graph_follows_lengths_and_page_numbers() -> None:
         pages.kv_lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         q.normal_()
         torch.full((1 << 20,), math.nan, device=GPU)  # memory that the graph does not own
-        for _ in range(3):  # counts of parts are zero again behind each
+        for _ in range(3):
             graph.replay()
         for b, n in enumerate(lengths):
             right, right_lse = oracle(q[b : b + 1], paged.k[b : b + 1, :, :n], paged.v[b : b + 1, :, :n])
@@ -140,7 +164,7 @@ def test_a_graph_follows_lengths_and_page_numbers() -> None:
 
 
 def test_two_graphs_that_run_at_once() -> None:
-    """Captured on one stream, replayed on two: each counts its parts by itself."""
+    """Captured on one stream, replayed on two: each has parts of its own."""
     paged = paged_of((30000,), 16)
     queries = [query_of(paged, 8, n) for n in (1, 2)]
     wanted = [decode(q, paged.pages)[0].clone() for q in queries]

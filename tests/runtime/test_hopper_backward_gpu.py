@@ -154,7 +154,7 @@ QUEUED = {
 @pytest.mark.parametrize("name", QUEUED)
 def test_programs_take_all_columns(name: str, dim: int) -> None:
     _check(replace(QUEUED[name], qk_dim=dim, v_dim=dim), draws=2)
-    assert not devices.counters_of(GPU).any(), "the next kernel would not begin with the first column"
+    assert not devices.counter_of(GPU).any(), "the next kernel would not begin with the first column"
 
 
 def _document_step(seed: int, dim: int) -> tuple[list[torch.Tensor], Callable[[], tuple[torch.Tensor, ...]]]:

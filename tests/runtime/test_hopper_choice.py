@@ -101,7 +101,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         _init_handles=lambda: None,
         launch_metadata=lambda *given: None,
     )
-    monkeypatch.setattr(compiling, "build", lambda source, translated=None: fake)
+    monkeypatch.setattr(compiling, "found_or_built", lambda source, translated=None: (fake, False))
     compiling.clear()
     yield starts
     compiling.clear()
@@ -205,8 +205,8 @@ def test_scales_need_dense_keys() -> None:
     for q_len in (1, 66):
         q = query_of(paged, 4, q_len)
         problem, plan = prepare((q, pages, None), None, (None, None))
-        assert choose.why_gathered(problem, plan, target_of(90)) == "pages have scales"
-        assert decode_choice(problem, target_of(90)) == (False, "pages have scales")
+        assert choose.why_gathered(problem, plan, target_of(90)) == "pages of more than 8 bits have scales"
+        assert decode_choice(problem, target_of(90)) == (False, "pages of more than 8 bits have scales")
 
 
 def test_explain_says_whether_pages_are_copied() -> None:

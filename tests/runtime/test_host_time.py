@@ -73,7 +73,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(kept, "keep", keep)
     monkeypatch.setattr(torch, "empty", counted_empty)
     monkeypatch.setattr(torch, "zeros", unpinned)
-    monkeypatch.setattr(compiling, "build", made.kernel_of)
+    monkeypatch.setattr(compiling, "found_or_built", lambda *of: (made.kernel_of(*of), False))
     monkeypatch.setattr(compiling, "_loaded", lambda compiled: compiled)
     monkeypatch.setattr(compiling, "_KERNELS", {})
     monkeypatch.setattr(compiling, "_knobs", lambda: SimpleNamespace(runtime=_Hooks()))

@@ -4,8 +4,7 @@ The idea: all query heads that share a key head lie in one tile of rows, so that
 programs. A program takes every `splits`-th of the tiles that the mask may keep: wherever kept keys lie, all programs get as many.
 Which of its tiles are kept and which are partial it finds by itself, 64 at a time as the bits of two integers: by formula where the
 mask is a union of zones (frontend/zones.py), else by asking the mask, within such zones as its conditions have; in both cases before K
-and V are read. So nothing is built for a mask, and nothing again for another length. The last program to end adds the sums of all
-splits, or `merge_splits` does.
+and V are read. So nothing is built for a mask, and nothing again for another length. `merge_splits` adds the sums of all splits.
 """
 
 import triton
@@ -16,7 +15,6 @@ from flexattn.codegen.skeletons import leaf_ops, softmax, tiles
 STRIP = tl.constexpr(64)  # tiles decided at once: the bits of an integer
 ZONE_ENDS = tl.constexpr(6)  # numbers of a zone
 IN_PLACE = tl.constexpr(64)  # rows of queries, from which on products read them where they lie in shared memory
-MERGED_ROWS = tl.constexpr(4)  # rows that the last program merges together
 MERGED_AT_ONCE = tl.constexpr(8192)  # numbers of parts on their way to a program that merges
 
 
@@ -131,33 +129,82 @@ def _begin(place, IS_CHAINED: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(TENSOR, strides, batch, head, q_idx, DIM: tl.constexpr, PAD: tl.constexpr):
-    """Rows of any heads [M, 1] and queries [M, 1] of a [batch, heads, length, DIM] tensor -> [M, PAD]: of wider rows the beginning."""
-    dims = tl.arange(0, PAD)[None, :]
+def _load_rows(TENSOR, strides, batch, head, q_idx, FIRST: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, STEP: tl.constexpr):
+    """Rows of any heads [M, 1] and queries [M, 1] of a [batch, heads, length, DIM] tensor, from dimension FIRST on, of wider ones the
+    beginning -> a tuple of STEP tiles [M, PAD // STEP]: all, or the even and the odd dimensions."""
     start = TENSOR + batch.to(tl.int64) * strides[0]
-    pointers = start + (head.to(tl.int64) * strides[1] + q_idx * strides[2]) + dims
-    if DIM < PAD:
-        return tl.load(pointers, mask=(dims < DIM) & (q_idx >= 0), other=0.0)
-    else:
-        return tl.load(pointers)
+    parts = ()
+    for n in tl.static_range(STEP):
+        dims = (FIRST + n + STEP * tl.arange(0, PAD // STEP))[None, :]
+        pointers = start + (head.to(tl.int64) * strides[1] + q_idx * strides[2]) + dims
+        if DIM < FIRST + PAD:
+            parts = parts + (tl.load(pointers, mask=(dims < DIM) & (q_idx >= 0), other=0.0),)
+        else:
+            parts = parts + (tl.load(pointers),)
+    return parts
 
 
 @triton.jit
-def _awaited(rows, kept):
+def _in_half(parts):
+    """Parts of rows [M, D] in bfloat16 -> (the same in float16, units [M, 1] in which they count). A unit is the power of two that
+    leaves a row's largest number at 256 to 512: what is small enough to be rounded then is nothing beside that number."""
+    largest = tl.zeros([parts[0].shape[0]], tl.float32)
+    for n in tl.static_range(len(parts)):
+        largest = tl.maximum(largest, tl.max(tl.abs(parts[n].to(tl.float32)), 1))
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 9)
+    unit = ((exponent - 8) << 23).to(tl.float32, bitcast=True)[:, None]
+    inverse = ((262 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    halves = ()
+    for n in tl.static_range(len(parts)):
+        halves = halves + ((parts[n].to(tl.float32) * inverse).to(tl.float16),)
+    return halves, unit
+
+
+@triton.jit
+def _scale_of(SCALE, head, SCALES: tl.constexpr):
+    """The factor of a head's keys or values: 1 (SCALES 0), that of all heads (1), or its own (2)."""
+    if SCALES == 0:
+        return 1.0
+    else:
+        return tl.load(SCALE + (head if SCALES > 1 else 0))
+
+
+@triton.jit
+def _awaited(parts, kept):
     """The same rows of queries, for which the compiler waits here and not before. Those that lie in place stay there: they would take
     as many registers as sums do."""
-    if rows.shape[0] >= IN_PLACE:
-        return rows
+    if parts[0].shape[0] >= IN_PLACE:
+        return parts
     else:
-        return tl.where(kept != 0, rows, tl.zeros_like(rows))
+        waited = ()
+        for n in tl.static_range(len(parts)):
+            waited = waited + (tl.where(kept != 0, parts[n], tl.zeros_like(parts[n])),)
+        return waited
 
 
 @triton.jit
-def _sweep(acc, peak, total, bits, q, q_rest, K, V, PAGES, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head,
+def _add_scores(scores, q, FIRST: tl.constexpr, k, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """scores [M, N] and the product of queries, from their part FIRST on, with the parts of keys."""
+    for n in tl.static_range(len(k)):
+        scores = softmax.dot(q[FIRST + n], tl.trans(k[n]), scores, PRECISION, UPCAST)
+    return scores
+
+
+@triton.jit
+def _add_values(sums, probs, correction, v, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Corrected sums and what probabilities [M, N] make of values, part by part [M, V_PAD // STEP]."""
+    added = ()
+    for n in tl.static_range(len(v)):
+        added = added + (softmax.dot(probs.to(v[n].dtype), v[n], sums[n] * correction[:, None], PRECISION, UPCAST),)
+    return added
+
+
+@triton.jit
+def _sweep(sums, peak, total, bits, q, K, V, PAGES, first, splits, k_strides, v_strides, caps, scale, factor, batch, kv_head,
            head, q_idx, q_len, kv_len, KIND: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, READS: tl.constexpr,
            QK_DIM: tl.constexpr, V_DIM: tl.constexpr, QK_PAD: tl.constexpr, QK_REST: tl.constexpr, V_PAD: tl.constexpr,
            V_IN_K: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, FOLD_SCALE: tl.constexpr, PRECISION: tl.constexpr,
-           UPCAST: tl.constexpr):
+           IS_EXACT: tl.constexpr, UPCAST: tl.constexpr):
     """Adds the tiles of a program whose bits are set to its running rows."""
     for _tile in tl.range(0, leaf_ops.count_bits(bits)):
         start = (first + _lowest(bits) * splits) * BLOCK_N
@@ -171,11 +218,11 @@ def _sweep(acc, peak, total, bits, q, q_rest, K, V, PAGES, first, splits, k_stri
         place = batch
         if PAGE_SIZE > 0:
             place = tiles.pages_of(PAGES, start, wanted, BLOCK_N, PAGE_SIZE)
-        k = tiles.load_keys(K, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM, QK_PAD, PAGE_SIZE)  # [N, QK]
-        scores = softmax.dot(q, tl.trans(k), None, PRECISION, UPCAST)  # [M, N]
+        k = tiles.load_keys(K, k_strides, place, kv_head, start, wanted, BLOCK_N, 0, QK_DIM, QK_PAD, PAGE_SIZE, UPCAST)  # [N, QK]
+        scores = _add_scores(None, q, 0, k, PRECISION, UPCAST)  # [M, N]
         if QK_REST > 0:
-            rest = tiles.load_keys(K + QK_PAD, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_DIM - QK_PAD, QK_REST, PAGE_SIZE)
-            scores = softmax.dot(q_rest, tl.trans(rest), scores, PRECISION, UPCAST)
+            rest = tiles.load_keys(K, k_strides, place, kv_head, start, wanted, BLOCK_N, QK_PAD, QK_DIM, QK_REST, PAGE_SIZE, UPCAST)
+            scores = _add_scores(scores, q, len(k), rest, PRECISION, UPCAST)
         scores = softmax.natural_scores(scores, scale, FOLD_SCALE)
         if SCORE_MOD is not None:
             scores = SCORE_MOD(scores, batch, head, q_idx, kv_idx, known)
@@ -184,10 +231,10 @@ def _sweep(acc, peak, total, bits, q, q_rest, K, V, PAGES, first, splits, k_stri
         if V_IN_K:
             v = k
         else:
-            v = tiles.load_keys(V, v_strides, place, kv_head, start, wanted, BLOCK_N, V_DIM, V_PAD, PAGE_SIZE)  # [N, V]
-        probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, q.dtype == tl.float32)
-        acc = softmax.dot(probs.to(v.dtype), v, acc * correction[:, None], PRECISION, UPCAST)
-    return acc, peak, total
+            v = tiles.load_keys(V, v_strides, place, kv_head, start, wanted, BLOCK_N, 0, V_DIM, V_PAD, PAGE_SIZE, UPCAST)  # [N, V]
+        probs, correction, peak, total = softmax.online_update(scores, factor, peak, total, IS_EXACT)
+        sums = _add_values(sums, probs, correction, v, PRECISION, UPCAST)
+    return sums, peak, total
 
 
 @triton.jit
@@ -220,54 +267,25 @@ def _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, ro
 
 
 @triton.jit
-def _merge(OUT, LSE, MAX, PARTS, out_strides, batch, kv_head, tile, row, rows, q_heads, group, q_len, splits, V_DIM: tl.constexpr,
-           V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, WANT_MAX: tl.constexpr):
-    """Results of some rows `row` [R] of a key head, all of one tile, from the tile's sums over all splits."""
-    ROWS: tl.constexpr = row.shape[0]
-    AT_ONCE: tl.constexpr = min(max(MERGED_AT_ONCE // (ROWS * V_PAD), 1), 32)
-    IS_EXACT: tl.constexpr = OUT.dtype.element_ty == tl.float32
-    UNIT: tl.constexpr = softmax.LOG2E if IS_EXACT else 1.0
-    dims = tl.arange(0, V_PAD)[None, None, :]
-    lane = tl.arange(0, AT_ONCE)[:, None]
-    spot = (row % BLOCK_M)[None, :]
-    first = PARTS + tile.to(tl.int64) * splits * (BLOCK_M * (V_PAD + 2))
-    acc = tl.zeros([ROWS, V_PAD], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    for start in range(0, splits, AT_ONCE):
-        inside = (start + lane < splits) & (row < rows)[None, :]
-        part = first + (start + lane) * (BLOCK_M * (V_PAD + 2))  # [splits, 1]
-        peaks = tl.load(part + (BLOCK_M * V_PAD + spot), mask=inside, other=float("-inf"))  # [splits, R]
-        totals = tl.load(part + (BLOCK_M * (V_PAD + 1) + spot), mask=inside, other=0.0)
-        sums = tl.load(part[:, :, None] + (spot[:, :, None] * V_PAD + dims), mask=inside[:, :, None], other=0.0)  # [splits, R, V]
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = softmax.power_of_two((peaks - safe[None, :]) * UNIT, IS_EXACT)  # 0 of a split without a key
-        correction = softmax.power_of_two((peak - safe) * UNIT, IS_EXACT)
-        acc = acc * correction[:, None] + tl.sum(sums * weights[:, :, None], 0)
-        total = total * correction + tl.sum(weights * totals, 0)
-        peak = new_peak
-    _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, rows, q_heads, group, q_len, V_DIM, WANT_MAX, IS_EXACT)
-
-
-@triton.jit
-def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, q_strides, k_strides, v_strides, out_strides,
-                     caps, scale, q_heads, group, q_len, kv_len, lines, splits, is_counted, SCORE_MOD: tl.constexpr,
+def attention_decode(Q, K, V, K_SCALE, V_SCALE, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, q_strides, k_strides, v_strides,
+                     out_strides, caps, scale, q_heads, group, q_len, kv_len, lines, splits, SCORE_MOD: tl.constexpr,
                      MASK_MOD: tl.constexpr, READS: tl.constexpr, ZONES: tl.constexpr, BY_FORMULA: tl.constexpr,
                      KEPT: tl.constexpr, DROPPED: tl.constexpr, BY_HEAD: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                      QK_PAD: tl.constexpr, QK_REST: tl.constexpr, V_PAD: tl.constexpr, V_IN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                      BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr, ASKED: tl.constexpr, ASKED_ALONE: tl.constexpr,
                      OF_HEADS: tl.constexpr, FOLD_SCALE: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr,
-                     PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+                     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """One split of the keys for one tile of the rows that share a key head; grid: (batch, key head) pairs * splits * lines, where
     `lines` is how many tiles those rows fill. Row n is query n // group of the group's head n % group.
 
-    Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals; a single one writes results. Where
-    `is_counted`, the last program of a tile of rows, as COUNTS says, adds its parts up: 0 before and after. Else `merge_splits` does,
-    for which all processors work where there is much to add up.
+    Of several splits each gives PARTS its sums [BLOCK_M, V_PAD], then the rows' peaks and totals, which `merge_splits` adds up; a
+    single one writes results.
 
     Wide queries and keys come in two parts, QK_PAD dimensions and the QK_REST behind them. V_IN_K: values are the first part of keys,
-    which is read once for both products."""
+    which is read once for both products.
+
+    Keys and values of 8 bits are read as they are, and multiplied in float16, even and odd dimensions apart. Their factors K_SCALE and
+    V_SCALE, and the unit of queries that were bfloat16, go into the scale of scores and the sums: no number read is multiplied."""
     line = tl.program_id(0) % lines
     split = tl.program_id(0) // lines % splits
     pair = tl.program_id(0) // (lines * splits)
@@ -280,7 +298,11 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
     q_idx = (real // group)[:, None]
     head = (kv_head * group + real % group)[:, None]
     factor = softmax.factor_of(scale, FOLD_SCALE)
-    acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
+    IS_EXACT: tl.constexpr = Q.dtype.element_ty == tl.float32
+    STEP: tl.constexpr = tiles.parts_of(K.dtype.element_ty)
+    sums = ()
+    for _part in tl.static_range(STEP):
+        sums = sums + (tl.zeros([BLOCK_M, V_PAD // STEP], tl.float32),)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     q_lo = line * BLOCK_M // group
@@ -299,10 +321,14 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
         own = _place_of(stop, first, splits)
     if PAGE_SIZE > 0:
         PAGES += tl.load(PAGE_STARTS + batch)
-    q = _load_rows(Q, q_strides, batch, head, q_idx, QK_DIM, QK_PAD)
-    q_rest = q  # asked by nobody where there is no rest
+    q = _load_rows(Q, q_strides, batch, head, q_idx, 0, QK_DIM, QK_PAD, STEP)
     if QK_REST > 0:
-        q_rest = _load_rows(Q + QK_PAD, q_strides, batch, head, q_idx, QK_DIM - QK_PAD, QK_REST)
+        q = q + _load_rows(Q, q_strides, batch, head, q_idx, QK_PAD, QK_DIM, QK_REST, STEP)
+    if STEP > 1:
+        scale *= _scale_of(K_SCALE, kv_head, K_SCALES)
+        if Q.dtype.element_ty == tl.bfloat16:
+            q, unit = _in_half(q)
+            scale *= unit
     is_alone = (q_lo == q_hi) & (1 - OF_HEADS > 0)  # one query is asked for in place of all rows
     for at in range(0, own, STRIP):
         if BY_FORMULA:
@@ -317,15 +343,18 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
         else:
             kept = _below(own - at)
             partial = _cut(at, own, first, splits, kv_len, BLOCK_N)
-        rows_of_q, rest_of_q = _awaited(q, kept), _awaited(q_rest, kept)
-        acc, peak, total = _sweep(acc, peak, total, kept & ~partial, rows_of_q, rest_of_q, K, V, PAGES, first + at * splits, splits,
-                                  k_strides, v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL,
-                                  SCORE_MOD, MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, QK_REST, V_PAD, V_IN_K, BLOCK_N, PAGE_SIZE,
-                                  FOLD_SCALE, PRECISION, UPCAST)
-        acc, peak, total = _sweep(acc, peak, total, kept & partial, rows_of_q, rest_of_q, K, V, PAGES, first + at * splits, splits,
-                                  k_strides, v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL,
-                                  SCORE_MOD, MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, QK_REST, V_PAD, V_IN_K, BLOCK_N, PAGE_SIZE,
-                                  FOLD_SCALE, PRECISION, UPCAST)
+        queries = _awaited(q, kept)
+        sums, peak, total = _sweep(sums, peak, total, kept & ~partial, queries, K, V, PAGES, first + at * splits, splits, k_strides,
+                                   v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.FULL,
+                                   SCORE_MOD, MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, QK_REST, V_PAD, V_IN_K, BLOCK_N, PAGE_SIZE,
+                                   FOLD_SCALE, PRECISION, IS_EXACT, UPCAST)
+        sums, peak, total = _sweep(sums, peak, total, kept & partial, queries, K, V, PAGES, first + at * splits, splits, k_strides,
+                                   v_strides, caps, scale, factor, batch, kv_head, head, q_idx, q_len, kv_len, tiles.PARTIAL,
+                                   SCORE_MOD, MASK_MOD, READS, QK_DIM, V_DIM, QK_PAD, QK_REST, V_PAD, V_IN_K, BLOCK_N, PAGE_SIZE,
+                                   FOLD_SCALE, PRECISION, IS_EXACT, UPCAST)
+    acc = sums[0]
+    if STEP > 1:
+        acc = tl.reshape(tl.join(sums[0], sums[1]), (BLOCK_M, V_PAD)) * _scale_of(V_SCALE, kv_head, V_SCALES)
     if splits > 1:
         tile = pair * lines + line
         PART = PARTS + (tile.to(tl.int64) * splits + split) * (BLOCK_M * (V_PAD + 2))
@@ -333,26 +362,43 @@ def attention_decode(Q, K, V, PAGES, PAGE_STARTS, OUT, LSE, MAX, PARTS, COUNTS, 
         tl.store(PART + (spots[:, None] * V_PAD + tl.arange(0, V_PAD)[None, :]), acc, mask=(row < rows)[:, None])
         tl.store(PART + BLOCK_M * V_PAD + spots, peak, mask=row < rows)
         tl.store(PART + BLOCK_M * (V_PAD + 1) + spots, total, mask=row < rows)
-        if is_counted:
-            tl.debug_barrier()  # all threads have written before one of them says so
-            if tl.atomic_add(COUNTS + tile, 1, sem="acq_rel") == splits - 1:
-                tl.store(COUNTS + tile, 0)  # for the next call
-                for start in range(line * BLOCK_M, tl.minimum(line * BLOCK_M + BLOCK_M, rows), MERGED_ROWS):
-                    _merge(OUT, LSE, MAX, PARTS, out_strides, batch, kv_head, tile, start + tl.arange(0, MERGED_ROWS), rows, q_heads,
-                           group, q_len, splits, V_DIM, V_PAD, BLOCK_M, WANT_MAX)
     else:
         _write(OUT, LSE, MAX, out_strides, acc, peak, total, batch, kv_head, row, rows, q_heads, group, q_len, V_DIM, WANT_MAX,
-               q.dtype == tl.float32)
+               IS_EXACT)
 
 
 @triton.jit
 def merge_splits(OUT, LSE, MAX, PARTS, out_strides, q_heads, group, q_len, lines, splits, V_DIM: tl.constexpr,
                  V_PAD: tl.constexpr, BLOCK_M: tl.constexpr, WANT_MAX: tl.constexpr, IS_CHAINED: tl.constexpr):
     """One row of the results from its sums over all splits; grid: (batch, key head) pairs * rows."""
+    PART: tl.constexpr = BLOCK_M * (V_PAD + 2)
+    AT_ONCE: tl.constexpr = min(max(MERGED_AT_ONCE // V_PAD, 1), 32)
+    IS_EXACT: tl.constexpr = OUT.dtype.element_ty == tl.float32
+    UNIT: tl.constexpr = softmax.LOG2E if IS_EXACT else 1.0
     rows = q_len * group
     pair = tl.program_id(0) // rows
     row = tl.program_id(0) % rows
     kv_heads = q_heads // group
     _begin(row, IS_CHAINED)
-    _merge(OUT, LSE, MAX, PARTS, out_strides, pair // kv_heads, pair % kv_heads, pair * lines + row // BLOCK_M, row + tl.arange(0, 1),
-           rows, q_heads, group, q_len, splits, V_DIM, V_PAD, BLOCK_M, WANT_MAX)
+    first = PARTS + (pair * lines + row // BLOCK_M).to(tl.int64) * splits * PART
+    spot = row % BLOCK_M
+    dims = tl.arange(0, V_PAD)[None, :]
+    lane = tl.arange(0, AT_ONCE)
+    acc = tl.zeros([V_PAD], tl.float32)
+    total = tl.zeros([1], tl.float32)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    for start in range(0, splits, AT_ONCE):
+        inside = start + lane < splits
+        part = first + (start + lane) * PART
+        peaks = tl.load(part + (BLOCK_M * V_PAD + spot), mask=inside, other=float("-inf"))
+        totals = tl.load(part + (BLOCK_M * (V_PAD + 1) + spot), mask=inside, other=0.0)
+        sums = tl.load(part[:, None] + (spot * V_PAD + dims), mask=inside[:, None], other=0.0)  # [splits, V]
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = softmax.power_of_two((peaks - safe) * UNIT, IS_EXACT)  # 0 of a split without a key
+        correction = softmax.power_of_two((peak - safe) * UNIT, IS_EXACT)
+        acc = acc * correction + tl.sum(sums * weights[:, None], 0)
+        total = total * correction + tl.sum(weights * totals, 0)
+        peak = new_peak
+    _write(OUT, LSE, MAX, out_strides, acc[None, :], peak, total, pair // kv_heads, pair % kv_heads, row + tl.arange(0, 1), rows,
+           q_heads, group, q_len, V_DIM, WANT_MAX, IS_EXACT)

@@ -85,14 +85,53 @@ def pages_of(PAGES, first, wanted, ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     return pages
 
 
+@triton.constexpr_function
+def parts_of(element):
+    """In how many parts keys of an element type are multiplied: of 8 bits in two."""
+    return 2 if element.primitive_bitwidth == 8 else 1
+
+
 @triton.jit
-def load_keys(TENSOR, strides, place, head, first, wanted, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-              PAGE_SIZE: tl.constexpr):
-    """Rows first .. first + ROWS of one head of keys or values -> [ROWS, PAD], zeros outside them and where `wanted` [ROWS] does not
-    hold; None for all.
+def load_keys(TENSOR, strides, place, head, first, wanted, ROWS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr,
+              PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows first .. first + ROWS of one head of keys or values, dimensions FIRST .. FIRST + PAD, as a tuple of one tile [ROWS, PAD], or
+    where they have 8 bits of their even and their odd dimensions [ROWS, PAD // 2] in float16. Zeros outside them, behind DIM and where
+    `wanted` [ROWS] does not hold; None for all.
 
     PAGE_SIZE 0: TENSOR is [batch, heads, length, DIM] and `place` the batch. Else [pages, heads, PAGE_SIZE, DIM], and `place` is what
-    `pages_of` says."""
+    `pages_of` says. Of 8 bits all strides, FIRST and DIM are even."""
+    STEP: tl.constexpr = parts_of(TENSOR.dtype.element_ty)
+    if STEP == 1:
+        return (_load_keys(TENSOR + FIRST, strides, place, head, first, wanted, ROWS, DIM - FIRST, PAD, PAGE_SIZE),)
+    else:
+        pairs = (TENSOR + FIRST).to(tl.pointer_type(tl.int16), bitcast=True)
+        in_pairs = (strides[0] // 2, strides[1] // 2, strides[2] // 2)
+        pairs = _load_keys(pairs, in_pairs, place, head, first, wanted, ROWS, (DIM - FIRST) // 2, PAD // 2, PAGE_SIZE)
+        return apart(pairs, TENSOR.dtype.element_ty, UPCAST)
+
+
+@triton.jit
+def apart(pairs, TYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Pairs of numbers of 8 bits -> (the first ones, the second ones) in float16. They lie as products of 16 bits want them: single
+    bytes would be moved one by one. UPCAST: in the interpreter, which has no instructions of a processor."""
+    if TYPE == tl.float8e5:  # the upper half of a float16
+        first = (pairs << 8).to(tl.float16, bitcast=True)
+        second = (pairs & -256).to(tl.int16).to(tl.float16, bitcast=True)
+    elif UPCAST:
+        first = pairs.to(tl.int8).to(TYPE, bitcast=True).to(tl.float16)
+        second = (pairs >> 8).to(tl.int8).to(TYPE, bitcast=True).to(tl.float16)
+    else:  # two pairs at once: three instructions
+        first, second = tl.inline_asm_elementwise(
+            "{ .reg .b32 sorted; .reg .b16 low, high; prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {low, high}, sorted;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return first, second
+
+
+@triton.jit
+def _load_keys(TENSOR, strides, place, head, first, wanted, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+               PAGE_SIZE: tl.constexpr):
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, PAD)[None, :]
     start = TENSOR + head.to(tl.int64) * strides[1]
@@ -105,13 +144,13 @@ def load_keys(TENSOR, strides, place, head, first, wanted, ROWS: tl.constexpr, D
         pointers = start + (place * strides[0] + within * strides[2])[:, None] + dims
     if wanted is None:
         if DIM < PAD:
-            return tl.load(pointers, mask=dims < DIM, other=0.0)
+            return tl.load(pointers, mask=dims < DIM, other=0)
         else:
             return tl.load(pointers)
     elif DIM < PAD:
-        return tl.load(pointers, mask=wanted[:, None] & (dims < DIM), other=0.0)
+        return tl.load(pointers, mask=wanted[:, None] & (dims < DIM), other=0)
     else:
-        return tl.load(pointers, mask=wanted[:, None], other=0.0)
+        return tl.load(pointers, mask=wanted[:, None], other=0)
 
 
 @triton.jit
