@@ -353,7 +353,8 @@ def scales_of(problem: Problem) -> tuple[int, int]:
 def v_in_k(problem: Problem, target: Target) -> bool:
     """Whether values are the first dims of keys, in the same memory, and a tile of keys serves the decode kernel for both."""
     k, v = problem.k, problem.v
-    is_same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+    steps = zip(k.shape, k.stride(), v.stride())  # of a dimension of one entry a stride may be anything
+    is_same = k.data_ptr() == v.data_ptr() and k.dtype == v.dtype and all(a == b for n, a, b in steps if n > 1)
     return is_same and k.shape[3] >= v.shape[3] and reads_v_in_k(k.shape[3], v.shape[3], target)
 
 

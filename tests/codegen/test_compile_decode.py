@@ -300,6 +300,7 @@ def test_it_pays_for_few_queries_and_long_rows() -> None:
     assert not pays(**{**sizes, "q_len": 65}) and not pays(**{**sizes, "kv_len": 100})
     assert pays(**{**sizes, "q_len": 64, "group": 12}), "few heads leave processors idle"
     assert not pays(**{**sizes, "q_len": 64, "group": 12, "programs": 1000})
+    assert pays(**{**sizes, "group": 128, "programs": 2048}, dim=576), "the forward kernel has small tiles there"
 
 
 def test_masks_of_runs_have_a_formula_and_others_are_asked() -> None:

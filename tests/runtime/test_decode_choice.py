@@ -83,3 +83,16 @@ def test_explain_says_what_a_gpu_would_run() -> None:
     text = explain(*inputs(kv_len=128), enable_gqa=True)
     assert "attention_forward" in text and "not the decode kernel: it takes at most 64 queries" in text
     assert "decode kernel" not in explain(*inputs(q_len=65), enable_gqa=True)
+
+
+def test_latent_attention_reads_keys_once_whatever_the_strides_of_dimensions_of_one_entry() -> None:
+    """Many heads too: the forward kernel has small tiles at such dimensions."""
+    from flexattn.runtime.choose import v_in_k
+
+    q, k = torch.zeros(2, 128, 1, 576, dtype=torch.bfloat16), torch.zeros(2, 1, 512, 576, dtype=torch.bfloat16)
+    values = k.as_strided((2, 1, 512, 512), (512 * 576, 7, 576, 1))
+    for v in (k[..., :512], values):
+        assert v_in_k(problem((q, k, v)), H100)
+        assert decode.decode_choice(problem((q, k, v)), H100)[0]
+    assert not v_in_k(problem((q, k, k[..., 64:])), H100)
+    assert not v_in_k(problem((q, k, k.clone()[..., :512])), H100)
