@@ -53,9 +53,8 @@ def _wrapped(fn: Callable[P, R], form: Callable[..., Any] | None, *, also_watche
     disabled: list[Callable[P, R]] = []
 
     def traced(*args: P.args, **kwargs: P.kwargs) -> R:
-        if (
-            form is None or not is_dynamo_compiling()
-        ):  # the graph has broken here: Dynamo gave up, and the call comes as it was
+        # without Dynamo the graph has broken here: it gave up, and the call comes as it was
+        if form is None or not is_dynamo_compiling():
             return call(*args, **kwargs)
         result: R = form(*args, **kwargs)
         return result

@@ -98,9 +98,8 @@ class Tagger:
 
     def runnable(self, fn: Any) -> Any:
         """What to call in place of a mod."""
-        if (
-            torch._C._len_torch_dispatch_stack()
-        ):  # numbers may be symbols of a graph, which do not compute with tagged ones
+        # where a graph is made numbers may be its symbols, which do not compute with tagged ones
+        if torch._C._len_torch_dispatch_stack():
             self.draws = True
             return fn
         try:

@@ -7,8 +7,6 @@ tensor computed inside a mod keeps its graph.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from flexattn.frontend.program import Traced
 from flexattn.frontend.trace import mod_kind, trace
 from flexattn.runtime import settings, stats
 from flexattn.runtime.autograd import attend
-from flexattn.runtime.device import is_capturing, stream_of
 from flexattn.runtime.in_graph import in_graph
 from flexattn.runtime.options import parse_options
 from flexattn.runtime.pages import PagedKV
@@ -38,10 +35,7 @@ from flexattn.runtime.validate import (
     validate,
     validate_paged,
 )
-
-_MASKS: OrderedDict[tuple[Any, ...], BlockMask] = OrderedDict()
-_MASKS_KEPT = 64
-_MASKS_LOCK = threading.Lock()
+from flexattn.runtime.value_masks import exactly, value_mask
 
 
 class AuxRequest(NamedTuple):
@@ -87,10 +81,7 @@ def _as_operator(*args: Any, **kwargs: Any) -> Result:
     return_lse, return_aux = (kwargs.get(n) for n in ("return_lse", "return_aux"))
     if len(args) > 7:
         return_lse = args[7]
-    out, lse, peaks = in_graph(*args, **kwargs)
-    if return_aux is not None:
-        return out, AuxOutput(lse if return_aux.lse else None, peaks if return_aux.max_scores else None)
-    return (out, lse) if return_lse else out
+    return asked_for(in_graph(*args, **kwargs), return_lse=bool(return_lse), return_aux=return_aux)
 
 
 @in_graphs_as(_as_operator, also_watched=True)
@@ -158,21 +149,19 @@ def flex_attention(
         options=kernel_options,
         placed=(q_offset, kv_lengths),
     )
-    return deliver(problem, plan, aux, return_lse=return_lse, return_aux=return_aux)
+    return deliver(problem, plan, return_lse=return_lse, return_aux=return_aux)
 
 
-def deliver(problem: Problem, plan: Plan, aux: AuxRequest, *, return_lse: bool, return_aux: Any) -> Result:
+def deliver(problem: Problem, plan: Plan, *, return_lse: bool, return_aux: Any) -> Result:
     """Runs a call that is prepared, and returns what was asked for."""
-    return asked_for(attend(problem, plan), aux, return_lse=return_lse, return_aux=return_aux)
+    return asked_for(attend(problem, plan), return_lse=return_lse, return_aux=return_aux)
 
 
-def asked_for(
-    results: tuple[Tensor, Tensor, Tensor | None], aux: AuxRequest, *, return_lse: bool, return_aux: Any
-) -> Result:
+def asked_for(results: tuple[Tensor, Tensor, Tensor | None], *, return_lse: bool, return_aux: Any) -> Result:
     """Of out, lse and max_scores what was asked for, in the form in which it was asked for."""
     out, lse, max_scores = results
     if return_aux is not None:
-        return out, AuxOutput(lse if aux.lse else None, max_scores if aux.max_scores else None)
+        return out, AuxOutput(lse if return_aux.lse else None, max_scores if return_aux.max_scores else None)
     return (out, lse) if return_lse else out
 
 
@@ -340,20 +329,6 @@ def _mask_from_mod(mask_mod: Callable[..., Any], query: Tensor, kv_len: int) -> 
         return None
     sizes = (query.shape[0], query.shape[1], query.shape[2], kv_len)
     make = lambda: create_block_mask(mask_mod, *sizes, query.device)
-    if traced.binding.captures or is_capturing(query.device):  # what a CUDA graph's capture makes belongs to that graph
+    if traced.binding.captures:
         return make()
-    key_of_mask = (traced.program, _exactly(traced.binding.numbers), sizes, query.device, stream_of(query.device))
-    with _MASKS_LOCK:
-        mask = _MASKS.pop(key_of_mask, None)
-        if mask is None:
-            with torch.inference_mode(False):  # tables made under inference_mode could not serve a later training step
-                mask = make()
-        _MASKS[key_of_mask] = mask  # the newest is last
-        if len(_MASKS) > _MASKS_KEPT:
-            _MASKS.popitem(last=False)
-    return mask
-
-
-def _exactly(numbers: tuple[int | float, ...]) -> tuple[Any, ...]:
-    """Numbers as a key that tells 1 from 1.0 and 0.0 from -0.0."""
-    return tuple(repr(x) for x in numbers)
+    return value_mask((traced.program, exactly(traced.binding.numbers), sizes), query.device, make)

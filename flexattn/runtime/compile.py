@@ -156,29 +156,19 @@ def _marshal(kind: Any, example: Any = None) -> Callable[[Any], Any]:
     """What turns an argument of a signature's type into what the launcher takes; given an example, a tensor descriptor is
     for tensors of its sizes and strides."""
     if isinstance(kind, tuple):
-        return _addresses if _holds_tensor(kind) else _unchanged
+        return driver.addresses if _holds_tensor(kind) else driver.unchanged
     if kind.startswith("tensordesc"):  # as in 'tensordesc<bf16[1, 1, 64, 128]>'
         block = [int(n) for n in kind[kind.index("[") + 1 : kind.index("]")].split(",")]
         if example is None:
             return lambda tensor: _descriptor(_descriptor_class(), _descriptor_facts(block, tensor), tensor)
         return functools.partial(_descriptor, _descriptor_class(), _descriptor_facts(block, example))
-    return torch.Tensor.data_ptr if kind.startswith("*") else _unchanged
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-def _addresses(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values])
+    return torch.Tensor.data_ptr if kind.startswith("*") else driver.unchanged
 
 
 def _descriptor_facts(block: list[int], tensor: torch.Tensor) -> dict[str, Any]:
-    """All of a tensor descriptor but its tensor; the stride of a dimension of one entry may be anything, so it gets one that
-    the hardware takes."""
-    shape, unit = list(tensor.shape), 16 // tensor.element_size()
-    strides = [*(unit if n == 1 else stride for n, stride in zip(shape[:-1], tensor.stride())), 1]
-    return {"shape": shape, "strides": strides, "block_shape": block, "padding": "zero"}
+    """All of a tensor descriptor but its tensor."""
+    shape, strides = driver.descriptor_sizes(tensor)
+    return {"shape": list(shape), "strides": list(strides), "block_shape": block, "padding": "zero"}
 
 
 def _descriptor(kind: Any, facts: dict[str, Any], tensor: torch.Tensor) -> Any:

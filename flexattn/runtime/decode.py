@@ -53,8 +53,8 @@ def decode_choice(problem: Problem, target: Target) -> tuple[bool, str]:
     if problem.lengths is not None and q.shape[2] <= MOST_QUERIES:
         return True, "keys lie in pages" if problem.pages is not None else "keys end at lengths on the device"
     sizes = {"q_len": q.shape[2], "kv_len": problem.kv_len, "group": q.shape[1] // k.shape[1]}
-    sizes["dim"] = max(q.shape[3], problem.v.shape[3])
-    if pays(**sizes, programs=q.shape[0] * q.shape[1], processors=target.processors):
+    device = {"programs": q.shape[0] * q.shape[1], "processors": target.processors}
+    if pays(**sizes, **device, dim=max(q.shape[3], problem.v.shape[3])):
         return True, "few queries meet long rows of keys"
     if q.shape[2] > MOST_QUERIES or problem.kv_len < FEWEST_KEYS:
         return False, f"it takes at most {MOST_QUERIES} queries and at least {FEWEST_KEYS} keys"

@@ -90,8 +90,9 @@ def _address(value: Any) -> int:
     return 0 if value is None else value if isinstance(value, int) else value.data_ptr()
 
 
-def _flat(value: tuple[Any, ...]) -> list[Any]:
-    return [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in value]
+def addresses(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Addresses of the tensors among an argument's values, and the others as they are."""
+    return tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values])
 
 
 def layout_of(sizes: Sequence[int], places: Sequence[tuple[int, int]]) -> list[int] | None:
@@ -120,11 +121,11 @@ class _Maps:
     def __init__(self, facts: _Descriptor, example: torch.Tensor | None) -> None:
         self.facts = facts
         self.known: dict[Any, list[Any]] = {}
-        self.sizes = None if example is None else _sizes_of(example)
+        self.sizes = None if example is None else descriptor_sizes(example)
 
     def __call__(self, tensor: torch.Tensor) -> list[Any]:
         address = tensor.data_ptr()
-        sizes = self.sizes or _sizes_of(tensor)
+        sizes = self.sizes or descriptor_sizes(tensor)
         key = address if self.sizes is not None else (address, *sizes)
         found = self.known.get(key)
         if found is None:
@@ -135,7 +136,7 @@ class _Maps:
         return found
 
 
-def _sizes_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def descriptor_sizes(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides for a descriptor; the stride of a dimension of one entry may be anything, so it gets one that the hardware
     takes."""
     unit = 16 // tensor.element_size()
@@ -280,12 +281,13 @@ def _converter(kind: Kind, described: list[dict[str, Any]], example: Any) -> Cal
         facts = _Descriptor(meta["swizzle"], meta["elem_size"], meta["elem_type"], block)
         return _Maps(facts, example)
     if isinstance(kind, tuple):
-        return _flat if any(k.startswith("*") for k in kind) else list
-    return _address if kind.startswith("*") else _unchanged
+        return addresses if any(k.startswith("*") for k in kind) else list
+    return _address if kind.startswith("*") else unchanged
 
 
-def _unchanged(value: Any) -> Any:
+def unchanged(value: Any) -> Any:
+    """A number is what it is."""
     return value
 
 
-__all__ = ["DirectLaunch", "launch_of", "layout_of", "packing_of"]
+__all__ = ["DirectLaunch", "addresses", "descriptor_sizes", "launch_of", "layout_of", "packing_of", "unchanged"]

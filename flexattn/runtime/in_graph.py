@@ -47,9 +47,8 @@ class Writer:
         if isinstance(x, (int, torch.SymInt)):
             self.ints.append(x)
             return f"i{len(self.ints) - 1}"
-        self.floats.append(
-            torch.ones((), dtype=torch.float64) * x
-        )  # graphs keep a float that changes as a tensor alone
+        # graphs keep a float that changes as a tensor alone
+        self.floats.append(torch.ones((), dtype=torch.float64) * x)
         return f"f{len(self.floats) - 1}"
 
     def tensor(self, x: Tensor) -> str:

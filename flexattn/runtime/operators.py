@@ -10,8 +10,6 @@ Two operators: `flexattn::attention` and `flexattn::attention_backward`, which i
 from __future__ import annotations
 
 import ast
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,9 +26,10 @@ from flexattn.frontend.mask_operations import MASKS
 from flexattn.frontend.program_text import replay
 from flexattn.runtime import transforms
 from flexattn.runtime.autograd import as_it_runs, make_tile_maps, run_backward, run_forward
-from flexattn.runtime.device import is_capturing, stream_of, within_operator
+from flexattn.runtime.device import within_operator
 from flexattn.runtime.plan import Needs, Plan, Problem, stride_order_of
 from flexattn.runtime.validate import validate
+from flexattn.runtime.value_masks import exactly, value_mask
 
 
 class Mod(NamedTuple):
@@ -224,27 +223,13 @@ def _problem(
         return as_it_runs(problem, plan), plan
 
 
-_HERE: OrderedDict[tuple[Any, ...], BlockMask] = OrderedDict()
-_HERE_KEPT = 64
-_HERE_LOCK = threading.Lock()
-
-
 def _mask(mod: Mod | None, sizes: tuple[int, int], lengths: tuple[int, int], device: str) -> BlockMask:
     """The mask of a function; one without captured tensors is a value, and is kept for the next call with its tables."""
     place = torch.device(device)
     make = lambda: create_block_mask(noop_mask if mod is None else mod.function, *sizes, *lengths, device=place)
-    if mod is not None and mod.captures or is_capturing(place):
+    if mod is not None and mod.captures:
         return make()
-    key = (mod and mod.text, repr(mod and mod.numbers), sizes, lengths, device, stream_of(place))
-    with _HERE_LOCK:
-        mask = _HERE.pop(key, None)
-        if mask is None:
-            with torch.inference_mode(False):
-                mask = make()
-        _HERE[key] = mask  # the newest is last
-        if len(_HERE) > _HERE_KEPT:
-            _HERE.popitem(last=False)
-    return mask
+    return value_mask((mod and (mod.text, exactly(mod.numbers)), sizes, lengths), place, make)
 
 
 def _lists(mod: Mod | None, lengths: tuple[int, int], block: tuple[int, int], *lists: Tensor | None) -> BlockMask:

@@ -69,7 +69,7 @@ def paged_attention(
     aux, placed = requested(False, return_aux), (q_offset, None)
     tensors, masks = (query, pages, None), (block_mask, mask_mod)
     problem, plan = prepare(tensors, score_mod, masks, scale=scale, aux=aux, options=kernel_options, placed=placed)
-    return deliver(problem, plan, aux, return_lse=False, return_aux=return_aux)
+    return deliver(problem, plan, return_lse=False, return_aux=return_aux)
 
 
 __all__ = ["paged_attention"]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import ShapeError
+from flexattn.frontend.eager import eager_only
+from flexattn.runtime import settings
 from flexattn.runtime.attention import AuxRequest, Result, asked_for, deliver, prepare, requested
 from flexattn.runtime.plan import Plan, Problem, make_plan
 
@@ -33,12 +35,13 @@ class PreparedAttention:
         3.0
     """
 
-    def __init__(self, problem: Problem, plan: Plan, aux: AuxRequest, return_lse: bool, return_aux: Any) -> None:
-        self._problem, self._plan, self._aux = problem, plan, aux
+    def __init__(self, problem: Problem, plan: Plan, return_lse: bool, return_aux: Any) -> None:
+        self._problem, self._plan = problem, plan
         self._form: dict[str, Any] = {"return_lse": return_lse, "return_aux": return_aux}
         self._layouts = tuple(_layout(x) for x in (problem.q, problem.k, problem.v))
         self._start: Callable[[Problem], tuple[Tensor, Tensor, Tensor | None]] | None = None
 
+    @eager_only
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Result:
         """As flex_attention with these tensors and all else as it was prepared.
 
@@ -58,11 +61,13 @@ class PreparedAttention:
         problem = self._problem.bind(query, key, value, self._problem.captures)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *problem.captures)):
             problem = replace(problem, needs_grad=True, want_lse=True)
-            return deliver(problem, make_plan(problem), self._aux, **self._form)
+            return deliver(problem, make_plan(problem), **self._form)
         if self._start is not None and not _is_watched(query):
-            return asked_for(self._start(problem), self._aux, **self._form)
-        result = deliver(problem, self._plan, self._aux, **self._form)
-        if self._start is None and self._plan.backend == "triton":
+            return asked_for(self._start(problem), **self._form)
+        result = deliver(problem, self._plan, **self._form)
+        if (
+            self._start is None and self._plan.backend == "triton" and not settings.debug()
+        ):  # which looks at every call's reads
             from flexattn.runtime.launch import ready_forward
 
             self._start = ready_forward(problem, self._plan)
@@ -110,7 +115,7 @@ def prepare_attention(
         options=kernel_options,
         needs_grad=False,
     )
-    made = PreparedAttention(problem, plan, aux, return_lse, return_aux)
+    made = PreparedAttention(problem, plan, return_lse, return_aux)
     nothing = query.new_empty(0)  # tensors of now are not held
     made._problem = problem.bind(nothing, nothing, nothing, problem.captures)
     return made

@@ -18,7 +18,7 @@ import flexattn
 from flexattn import BlockMask, create_block_mask
 from flexattn.frontend import tile_map
 from flexattn.frontend.tile_map import Spans, TileMap
-from flexattn.runtime import attention, cpu_rows
+from flexattn.runtime import cpu_rows, value_masks
 from tests.frontend.library_masks import BATCH, HEADS, LIBRARY
 from tests.frontend.mask_families import brute_tiles
 from tests.frontend.test_tile_map import check_spans
@@ -141,7 +141,7 @@ def test_mask_in_the_call(name: str, device: str, monkeypatch: pytest.MonkeyPatc
     built: list[TileMap] = []
     monkeypatch.setattr(tile_map, "ON_BUILD", [*tile_map.ON_BUILD, built.append])
     monkeypatch.setattr(cpu_rows, "ONE_TILE", 0)  # short sequences too go by tiles
-    attention._MASKS.clear()  # which keep the maps of earlier calls
+    value_masks._MASKS.clear()  # which keep the maps of earlier calls
     space = LIBRARY[name]
     mask_mod = space.make(torch.device(device))
     kept = torch_flex.create_mask(mask_mod, BATCH, HEADS, space.q_len, space.kv_len, device)
